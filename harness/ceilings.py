@@ -138,3 +138,10 @@ def _time(arms: Mapping[str, Callable[[], Any]], delimiters: Delimiters, calls: 
         for _ in range(3):
             call()
     return device_times(arms, delimiters, calls=calls)
+
+
+def describe(ceilings: Ceilings) -> str:
+    """One line: GB/s by traffic mix, TFLOP/s by matmul dtype."""
+    streams = ", ".join(f"{kind} {ceilings[f'{kind}_gbps']:.0f}" for kind in ("copy", "read", "write", "triad"))
+    matmuls = ", ".join(f"{kind} {peak:.0f}" for kind, peak in ceilings["matmul_tflops"].items())
+    return f"{streams} GB/s; matmul {matmuls} TFLOP/s"

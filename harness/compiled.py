@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -62,13 +62,14 @@ def counter_works() -> bool:
     return entries.count > 0
 
 
-def problem(calls: dict[str, tuple[Callable[[], Any], int]]) -> str | None:
+def problem(calls: Mapping[str, tuple[Callable[[], Any], int]], captured: int) -> str | None:
     """Why the compile arm is not one, or None.
 
-    calls: per phase, the warmed-up timed call and how many graphs it has to enter (forward 1, with backward 2).
+    Args:
+        calls: per phase, the warmed-up timed call and how many graphs it has to enter (forward 1, with backward 2).
+        captured: `graphs()` after the warm-up; one more by now is a recompilation.
     """
     counters = torch._dynamo.utils.counters
-    captured = graphs()
     if captured == 0:
         return "not compiled: no graph was captured, the arm ran eagerly"
     if counters["graph_break"]:

@@ -71,7 +71,7 @@ def measure_case(bench: Bench, op: Op, case: Case, dtype: str, backends: Sequenc
     compiled.fresh()
     live = {backend: row for backend, row in rows.items() if row["status"] is None}
     try:
-        truth = precision.make_truth(op, case.dims, DTYPES[dtype], bench.device, precision.seed(op.name, case, dtype, 0))
+        truth = precision.make_truth(op, case.dims, DTYPES[dtype], bench.device, precision.seed(op.name, case.name, dtype, 0))
     except Exception as error:
         for row in live.values():
             _fail(row, error, rows, "the float64 oracle")
@@ -128,7 +128,7 @@ def steps(op: Op, case: Case, dtype: str, device: torch.device, backends: Sequen
     The forward runs without autograd. Forward + backward clears the gradients, as a training step does, and feeds back
     one gradient that was made outside.
     """
-    leaves = op.make(case.dims, DTYPES[dtype], device, precision.seed(op.name, case, dtype, 1), requires_grad=True)
+    leaves = op.make(case.dims, DTYPES[dtype], device, precision.seed(op.name, case.name, dtype, 1), requires_grad=True)
     plain = {name: leaf.detach() for name, leaf in leaves.items()}
     grad = torch.randn(op.out_shape(case.dims), device=device).to(DTYPES[dtype])
     tensors: list[Tensor] = list(leaves.values())
@@ -156,27 +156,29 @@ def steps(op: Op, case: Case, dtype: str, device: torch.device, backends: Sequen
 def _time_arms(bench: Bench, op: Op, case: Case, dtype: str, live: dict[str, Row], rows: Mapping[str, Row]) -> None:
     calls = steps(op, case, dtype, bench.device, tuple(live))
     before = throttle.state()
+    gc.collect()
     for backend in tuple(live):
         try:
             _prepare(bench, {phase: calls[phase][backend] for phase in PHASES}, live[backend])
         except Exception as error:
             _fail(live[backend], error, rows)
             _drop(backend, calls, live)
-    _prove(calls, live)
-    seen: list[throttle.State] = [before]
+    captured = compiled.graphs()
+    _prove(calls, live, captured)
+    if "compile" in live and live["compile"]["status"] is not None:
+        _drop("compile", calls, live)
+    seen = []
     for phase in PHASES:
         device, wall = _time_phase(bench, phase, calls, live, rows)
         seen.append(throttle.state())
         for backend, row in live.items():
             _fill(row, phase, device[backend], wall[backend])
             _judge(row, phase, op, case, bench)
-    _prove(calls, live)
+    _prove(calls, live, captured)
     for row in live.values():
         row["clock_mhz"] = seen[-1].clock_mhz
-        row["throttled"] = None if seen[-1].throttled is None else any(reading.throttled for reading in seen)
-        row["noisy"] = any(_spread(row[phase]["dev_us"]) > NOISE for phase in PHASES) or any(
-            throttle.drifted(seen[1], reading) for reading in seen[2:]
-        )
+        row["throttled"] = None if before.throttled is None else any(reading.throttled for reading in (before, *seen))
+        row["noisy"] = any(_spread(row[phase]["dev_us"]) > NOISE for phase in PHASES) or throttle.drifted(*seen)
         if row["status"] is None:
             row["status"] = "ok"
 
@@ -200,6 +202,10 @@ def _time_phase(
         except ArmError as error:
             _fail(live[error.arm], error.__cause__ or error, rows)
             _drop(error.arm, calls, live)
+        except Exception as error:  # raised between calls, so no arm can be named: none was measured
+            for backend in tuple(live):
+                _fail(live[backend], error, rows, f"while {', '.join(live)} were timed")
+                _drop(backend, calls, live)
     return {}, {}
 
 
@@ -209,11 +215,12 @@ def _drop(backend: str, calls: dict[str, dict[str, Step]], live: dict[str, Row])
         del calls[phase][backend]
 
 
-def _prove(calls: Mapping[str, Mapping[str, Step]], live: Mapping[str, Row]) -> None:
+def _prove(calls: Mapping[str, Mapping[str, Step]], live: Mapping[str, Row], captured: int) -> None:
     """Marks the compile arm invalid unless it enters a compiled graph in each direction, before and after the timing."""
     if "compile" not in live or live["compile"]["status"] is not None:
         return
-    reason = compiled.problem({phase: (calls[phase]["compile"], i + 1) for i, phase in enumerate(PHASES)})
+    graphs = {"fwd": 1, "fwdbwd": 2}
+    reason = compiled.problem({phase: (calls[phase]["compile"], graphs[phase]) for phase in PHASES}, captured)
     if reason is not None:
         _set(live["compile"], "invalid", reason)
 
