@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
+import os
 import sys
 from collections.abc import Sequence
 
-from harness import comparison, quickcheck, stamp, sweeper, throttle, verdicts
+from harness import comparison, figure, quickcheck, stamp, sweeper, throttle, verdicts
 from harness.measure import DeadContext
 from harness.record import RecordError
 
@@ -57,7 +57,6 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; 0 fine, 1 a row failed or became slower, 2 it could not be done (the message says why)."""
     arguments = parser().parse_args(argv)
-    stamp.interpret_without_gpu()
     try:
         return int(globals()[f"_{arguments.command}"](arguments))
     except (sweeper.NoGpu, throttle.BusyGpu, RecordError, FileNotFoundError, ValueError) as error:
@@ -91,9 +90,8 @@ def _sweep(arguments: argparse.Namespace) -> int:
         row = error.rows[-1]
         print(f"{row['op']} {row['case']} {row['backend']}: {row['reason']}; going on in a new process", flush=True)
         again = [argument for argument in sys.argv[1:] if argument != "--retry"]
-        return subprocess.call([sys.executable, "-m", "harness", *again, *([] if "--jobs" in again else ["--jobs", "0"])])
-    from harness import figure
-
+        # Replacing this process frees the memory that its dead context holds.
+        os.execv(sys.executable, [sys.executable, "-m", "harness", *again])
     print(f"figures in {figure.figures(folder, arguments.figures)}")
     print(verdicts.verdict(folder, "fp16" if arguments.dtype == "all" else arguments.dtype, format="text"))
     return 0
@@ -105,8 +103,6 @@ def _verdict(arguments: argparse.Namespace) -> int:
 
 
 def _figures(arguments: argparse.Namespace) -> int:
-    from harness import figure
-
     print(f"figures in {figure.figures(arguments.dir, arguments.out)}")
     return 0
 

@@ -35,7 +35,6 @@ def quick(
     """
     if op is not None and op not in ops():
         raise ValueError(f"op: got {op!r}, wanted one of {', '.join(ops())}")
-    stamp.interpret_without_gpu()
     bench = None
     if torch.cuda.is_available():
         throttle.refuse_busy(allow_busy)
