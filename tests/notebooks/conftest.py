@@ -69,7 +69,7 @@ class Lab:
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """JupyterLab on a free port, with settings, workspaces and runtime files of its own, over copies of the notebooks."""
+    """JupyterLab on a free port, with settings, workspaces and runtime files of its own, over copied notebooks."""
     home = tmp_path_factory.mktemp("jupyter")
     folder = home / "notebooks"
     shutil.copytree(report.NOTEBOOKS, folder, ignore=shutil.ignore_patterns(".*"))

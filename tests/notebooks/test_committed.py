@@ -15,7 +15,9 @@ LINES = 25
 
 
 def code_cells(path):
-    return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code" and cell.source.strip()]
+    return [
+        cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code" and cell.source.strip()
+    ]
 
 
 def test_every_family_has_a_notebook():
@@ -43,7 +45,9 @@ def test_shows_everything_without_a_kernel(path):
 def test_defines_nothing_and_stays_short(path):
     for cell in code_cells(path):
         assert len(cell.source.splitlines()) <= LINES, cell.source
-        defined = [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+        defined = [
+            node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        ]
         assert not defined, f"{path.name} defines {defined[0].name}; it belongs in harness or kernels"
 
 
