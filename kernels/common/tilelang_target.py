@@ -1,28 +1,28 @@
 """One TileLang kernel source for CUDA and for the CPU, and a launch with little host work.
 
-A factory builds a kernel from compile-time constants through a `Dsl`, whose methods mean tiles in shared memory and
-registers on CUDA, and plain arrays and serial loops in TileLang's C target, which lets the same source be tested without a GPU:
+A factory builds a kernel from compile-time constants through a `Dsl`. Its methods mean tiles in shared memory and
+registers on CUDA, and plain arrays and serial loops in TileLang's C target, so that the same source runs without a GPU:
 
-    def scaled_product(dsl, *, M, N, K, BLOCK_M, BLOCK_N, dtype):
+    def product(dsl, *, M, N, K, BLOCK_M, BLOCK_N, dtype):
         T = dsl.T
 
         @T.prim_func
-        def kernel(a: T.Tensor((M, K), dtype), b: T.Tensor((K, N), dtype), out: T.Tensor((M, N), dtype), scale: T.float32):
+        def kernel(a: T.Tensor((M, K), dtype), b: T.Tensor((K, N), dtype), c: T.Tensor((M, N), dtype), scale: T.float32):
             with T.Kernel(T.ceildiv(N, BLOCK_N), T.ceildiv(M, BLOCK_M), threads=128) as (pid_n, pid_m):
                 a_tile = dsl.shared((BLOCK_M, K), dtype)
                 ...
                 dsl.gemm(a_tile, b_tile, acc)
                 for i, j in dsl.parallel(BLOCK_M, BLOCK_N):
                     acc[i, j] *= scale
-                T.copy(acc, out[pid_m * BLOCK_M, pid_n * BLOCK_N])
+                T.copy(acc, c[pid_m * BLOCK_M, pid_n * BLOCK_N])
 
         return kernel
 
-    run = build(scaled_product, target_of(a), M=M, ...)
-    run(a, b, out, 0.5)
+    run = build(product, target_of(a), M=M, ...)
+    run(a, b, c, 0.5)
 
-T.copy masks both ways on both targets: what lies outside a tensor reads as zero and is not written. `from __future__ import
-annotations` does not work in a module with factories: TileLang reads the parameters' annotations as values.
+T.copy masks both ways on both targets: what lies outside a tensor reads as zero and is not written. A module that holds
+factories cannot use `from __future__ import annotations`: TileLang reads the parameters' annotations as values.
 """
 
 import os
@@ -49,7 +49,7 @@ _building = RLock()
 
 @dataclass(frozen=True)
 class Target:
-    """What a kernel is built for: a CUDA architecture such as "sm_90a" or "c" (the CPU), and TF32 for float32 or not."""
+    """What a kernel is built for: a CUDA architecture such as "sm_90a", or "c" for the CPU; `tf32` for float32 products."""
 
     arch: str
     tf32: bool = False
@@ -180,11 +180,11 @@ def _target(device: torch.device, dtype: torch.dtype, tf32: bool) -> Target:
 
 
 def build(factory: Callable[..., Any], target: Target, **constants: Any) -> Kernel:
-    """The kernel that `factory(Dsl(target), **constants)` describes, compiled once per process and cached on disk by TileLang.
+    """The kernel of `factory(Dsl(target), **constants)`, compiled once per process and cached on disk by TileLang.
 
-    Call it with the kernel's arguments in order, outputs included. On CUDA it runs on the current stream of the tensors'
-    device, which has to be the current one. Tensors must be as `ready` gives them: their shapes, strides and dtypes are
-    checked on each call, their alignment is not.
+    Call it with the kernel's arguments in order, outputs included. On CUDA it runs on PyTorch's current stream of the
+    tensors' device, which has to be the current device. Tensors must be as `ready` gives them: their shapes, strides
+    and dtypes are checked on each call, their alignment is not.
     """
     key = (factory, target, *constants.items())
     kernel = _kernels.get(key)
