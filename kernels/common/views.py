@@ -1,0 +1,24 @@
+"""Views of arguments in the shape that kernels take, copying only where no view exists."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rows(x: Tensor) -> Tensor:
+    """x[..., N] as [rows, N] with a last stride of 1; a copy only where x's strides allow no such view."""
+    flat = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    if flat.stride(1) == 1 and (flat.stride(0) >= flat.shape[1] or flat.shape[0] == 1):
+        return flat
+    return flat.contiguous()
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up."""
+    return -(-a // b)
+
+
+def sm_count(device: torch.device) -> int:
+    """Streaming multiprocessors of a device; on the CPU a stand-in that keeps launch shapes small."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
