@@ -7,13 +7,13 @@ registers on CUDA, and plain arrays and serial loops in TileLang's C target, so 
         T = dsl.T
 
         @T.prim_func
-        def kernel(a: T.Tensor((M, K), dtype), b: T.Tensor((K, N), dtype), c: T.Tensor((M, N), dtype), scale: T.float32):
+        def kernel(a: T.Tensor((M, K), dtype), b: T.Tensor((K, N), dtype), c: T.Tensor((M, N), dtype), f: T.float32):
             with T.Kernel(T.ceildiv(N, BLOCK_N), T.ceildiv(M, BLOCK_M), threads=128) as (pid_n, pid_m):
                 a_tile = dsl.shared((BLOCK_M, K), dtype)
                 ...
                 dsl.gemm(a_tile, b_tile, acc)
                 for i, j in dsl.parallel(BLOCK_M, BLOCK_N):
-                    acc[i, j] *= scale
+                    acc[i, j] *= f
                 T.copy(acc, c[pid_m * BLOCK_M, pid_n * BLOCK_N])
 
         return kernel
@@ -49,7 +49,7 @@ _building = RLock()
 
 @dataclass(frozen=True)
 class Target:
-    """What a kernel is built for: a CUDA architecture such as "sm_90a", or "c" for the CPU; `tf32` for float32 products."""
+    """What a kernel is built for: a CUDA architecture such as "sm_90a", or "c" (the CPU); whether float32 means TF32."""
 
     arch: str
     tf32: bool = False
