@@ -49,7 +49,7 @@ _building = RLock()
 
 @dataclass(frozen=True)
 class Target:
-    """What a kernel is built for: a CUDA architecture such as "sm_90a", or "c" (the CPU); whether float32 means TF32."""
+    """What a kernel is built for: a CUDA architecture such as "sm_90a", or "c" (the CPU); float32 products in TF32?"""
 
     arch: str
     tf32: bool = False
