@@ -71,7 +71,9 @@ def measure_case(bench: Bench, op: Op, case: Case, dtype: str, backends: Sequenc
     compiled.fresh()
     live = {backend: row for backend, row in rows.items() if row["status"] is None}
     try:
-        truth = precision.make_truth(op, case.dims, DTYPES[dtype], bench.device, precision.seed(op.name, case.name, dtype, 0))
+        truth = precision.make_truth(
+            op, case.dims, DTYPES[dtype], bench.device, precision.seed(op.name, case.name, dtype, 0)
+        )
     except Exception as error:
         for row in live.values():
             _fail(row, error, rows, "the float64 oracle")

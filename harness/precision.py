@@ -165,7 +165,10 @@ def poisoned(like: Tensor, dtype: torch.dtype, backend: str) -> Iterator[None]:
         del blocks
         yield
         return
-    mode, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    mode, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     fill = torch.utils.deterministic.fill_uninitialized_memory
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "... does not have a deterministic implementation": only the fill is wanted

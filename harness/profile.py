@@ -142,9 +142,7 @@ def device_times(
     return {arm: times[arm] for arm in arms}
 
 
-def collect(
-    arms: Mapping[str, Callable[[], Any]], delimiters: Delimiters, *, windows: int, calls: int
-) -> list[Event]:
+def collect(arms: Mapping[str, Callable[[], Any]], delimiters: Delimiters, *, windows: int, calls: int) -> list[Event]:
     """One profiler session over all arms, as this module's docstring draws it."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as session:

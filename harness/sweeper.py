@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from harness import prebuild, record, stamp, throttle
 from harness import ceilings as limits
+from harness import prebuild, record, stamp, throttle
 from harness.delimiters import make_delimiters
 from harness.measure import BACKENDS, Bench, DeadContext, Plan, measure_case
 from harness.record import Record, Row
@@ -69,7 +69,9 @@ def resume(path: Path, meta: dict[str, Any], echo: Echo) -> Record:
         return old
     aside = path.with_name(f"{path.name}.old")
     path.replace(aside)
-    echo(f"{path.name}: {', '.join(changed)} changed since it was recorded; measuring again, the old run is {aside.name}")
+    echo(
+        f"{path.name}: {', '.join(changed)} changed since it was recorded; measuring again, the old run is {aside.name}"
+    )
     return Record(meta)
 
 
@@ -152,7 +154,9 @@ def sweep(
     folder = Path(out) if out else stamp.data_dir()
     work = []
     for name, ops in chosen.items():
-        selected = Selection(tuple(o for o in ops if op in (None, o.name)), stamp.dtype_names(dtype), tuple(backends), case)
+        selected = Selection(
+            tuple(o for o in ops if op in (None, o.name)), stamp.dtype_names(dtype), tuple(backends), case
+        )
         path = folder / f"{name}.json"
         run = resume(path, stamp.environment(name), echo)
         work.append((name, path, run, missing(run, selected, retry)))
