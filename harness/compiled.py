@@ -55,7 +55,7 @@ def counting() -> Iterator[Entries]:
 
 @cache
 def counter_works() -> bool:
-    """Whether this version of PyTorch enters its graphs where `counting` looks, tried on a graph known to be compiled."""
+    """Whether PyTorch enters its graphs where `counting` looks, tried on one that is known to be compiled."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     double = torch.compile(lambda x: x * 2 + 1, fullgraph=True)
     x = torch.ones(8, device=device)

@@ -189,9 +189,8 @@ def _panel(axis: Axes, metric: Metric, rows: Sequence[Row], arms: Sequence[str])
         if any(row["l2_resident"] for row in table[case].values()):
             axis.axhspan(y - 0.5, y + 0.5, color="#000000", alpha=0.07, lw=0)
     if metric.ceiling is not None:
-        limit = [
-            next((v for row in table[c].values() if (v := metric.ceiling(row, table[c]))), float("nan")) for c in cases
-        ]
+        limits_of = [[metric.ceiling(row, table[case]) for row in table[case].values()] for case in cases]
+        limit = [next((value for value in values if value), float("nan")) for values in limits_of]
         axis.plot(limit, range(len(cases)), color=CEILING, lw=1.1, ls="--", zorder=1)
     if metric.unit == "×":
         axis.axvline(1, color="#777777", lw=0.7)
@@ -240,7 +239,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def figures(source: str | Path | None = None, out: str | Path = "out/figures") -> Path:
-    """Draws every panel of every family and dtype of a folder of recorded runs as <family>_<dtype>_<metric>.png and .svg."""
+    """Draws every panel of a folder of recorded runs, as <family>_<dtype>_<metric>.png and .svg."""
     folder, target = Path(source) if source is not None else verdicts.default_dir(), Path(out)
     for name, run in record.load_dir(folder).items():
         if name == "ceilings":

@@ -65,7 +65,7 @@ class DeviceTime:
 
 
 def split(events: Sequence[Event], flush: str = FLUSH, marker: str = MARKER) -> list[list[list[Event]]]:
-    """The timeline as blocks (between markers) of calls (between flushes) of events; what precedes either is dropped."""
+    """The timeline as blocks (between markers) of calls (between flushes) of events; what precedes is dropped."""
     blocks: list[list[list[Event]]] = []
     for event in sorted(events, key=lambda e: e.start_ns):
         if marker in event.name:

@@ -49,7 +49,7 @@ def launches(device: torch.device, delimiters: Delimiters) -> Finding:
 
 
 def cold_cache(device: torch.device, delimiters: Delimiters) -> Finding:
-    """A small copy after the flush is slower than the same copy run twice in a row, whose second finds its data in L2."""
+    """A small copy after the flush is slower than a second one right after it, which finds its data in L2."""
     a, out = torch.ones(2, 2**21, device=device).unbind()
 
     def twice() -> None:

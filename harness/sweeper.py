@@ -1,4 +1,4 @@
-"""The full sweep: ceilings first, then every case of every family, written after each case so that it can be resumed."""
+"""The full sweep: ceilings first, then every case of every family, written after each so that it can be resumed."""
 
 from __future__ import annotations
 
@@ -144,8 +144,8 @@ def sweep(
         echo: gets one line of progress per case.
 
     Raises:
-        NoGpu, BusyGpu, a RecordError for a file that can't be resumed, or DeadContext where only a new process can go on
-        (the rows so far are written).
+        NoGpu, BusyGpu, a RecordError for a file that can't be resumed, or DeadContext where only a new process can go
+        on (the rows so far are written).
     """
     require_gpu()
     chosen = {family: families()[family]} if family else families()
@@ -154,9 +154,8 @@ def sweep(
     folder = Path(out) if out else stamp.data_dir()
     work = []
     for name, ops in chosen.items():
-        selected = Selection(
-            tuple(o for o in ops if op in (None, o.name)), stamp.dtype_names(dtype), tuple(backends), case
-        )
+        wanted = tuple(each for each in ops if op in (None, each.name))
+        selected = Selection(wanted, stamp.dtype_names(dtype), tuple(backends), case)
         path = folder / f"{name}.json"
         run = resume(path, stamp.environment(name), echo)
         work.append((name, path, run, missing(run, selected, retry)))
