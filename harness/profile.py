@@ -88,6 +88,9 @@ def summarize(
     marker: str = MARKER,
 ) -> dict[str, DeviceTime]:
     """Each arm's device time from a session's events; pure, so that lost events can be planted in a test."""
+    if len(set(events)) != len(events):
+        twice = DeviceTime(reason="profiler delivered events twice", discarded=windows)
+        return dict.fromkeys(arms, twice)
     blocks = split(events, flush, marker)
     wanted = windows * len(arms)
     # The session ends with one more marker, which bounds the last block.

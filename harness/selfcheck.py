@@ -11,7 +11,7 @@ import torch
 
 from harness import ceilings, compiled, precision, stamp, throttle
 from harness.delimiters import Delimiters, make_delimiters
-from harness.measure import Bench, Plan, measure_case
+from harness.measure import Plan, make_bench, measure_case
 from harness.profile import device_times
 from harness.sweeper import progress
 from harness.wall import peak_bytes, wall_times
@@ -150,7 +150,7 @@ def main() -> int:
         rate = row.get("gbps") or row.get("tflops") or row["reason"]
         print(f"     {row['kind']} {row['implementation']} {row.get('bytes') or row['shape']}: {rate}")
     print(f"ceilings: {ceilings.describe(measured)}  {time.monotonic() - started:.1f} s", flush=True)
-    bench = Bench(device, delimiters, measured, Plan())
+    bench = make_bench(measured, Plan(), delimiters)
     for op in list(ops().values())[:2]:
         before = time.monotonic()
         found = measure_case(bench, op, op.quick, "fp16")

@@ -14,7 +14,7 @@ import torch
 from harness import ceilings as limits
 from harness import prebuild, record, stamp, throttle
 from harness.delimiters import make_delimiters
-from harness.measure import BACKENDS, Bench, DeadContext, Plan, measure_case
+from harness.measure import BACKENDS, DeadContext, Plan, make_bench, measure_case
 from harness.record import Record, Row
 from kernels.registry import Case, Op, families
 
@@ -168,7 +168,7 @@ def sweep(
         prebuild.prebuild([(o.name, c.name, d, b) for o, c, d, bs in todo for b in bs], jobs=jobs, echo=echo)
     delimiters = make_delimiters(device)
     measured = _ceilings(folder, device, delimiters, resumed=any(run.rows for _, _, run, _ in work), echo=echo)
-    bench = Bench(device, delimiters, measured, plan or Plan())
+    bench = make_bench(measured, plan or Plan(), delimiters)
     for _, path, run, items in work:
         run.meta.setdefault("ceilings", measured)
         fill(run, path, items, lambda *what: measure_case(bench, *what), echo)
