@@ -1,17 +1,13 @@
 """Measures the kernels honestly, records the runs, judges and draws them; `python -m harness` or from a notebook."""
 
+from harness.comparison import compare
+from harness.figure import METRICS, draw, figures
+from harness.notebook import load_or_sweep
+from harness.quickcheck import quick
+from harness.record import Record, RecordError, load
 from harness.stamp import environment, interpret_without_gpu
-
-# Has to precede the imports below: they import Triton, which decides then whether it interprets.
-interpret_without_gpu()
-
-from harness.comparison import compare  # noqa: E402
-from harness.figure import METRICS, draw, figures  # noqa: E402
-from harness.notebook import load_or_sweep  # noqa: E402
-from harness.quickcheck import quick  # noqa: E402
-from harness.record import Record, RecordError, load  # noqa: E402
-from harness.sweeper import sweep  # noqa: E402
-from harness.verdicts import verdict  # noqa: E402
+from harness.sweeper import sweep
+from harness.verdicts import verdict
 
 __all__ = [
     "METRICS",
@@ -27,3 +23,6 @@ __all__ = [
     "sweep",
     "verdict",
 ]
+
+# Nothing above imports Triton, which decides when it is imported whether it interprets.
+interpret_without_gpu()

@@ -16,7 +16,7 @@ DTYPES = ("fp16", "bf16", "fp32", "all")
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = argparse.ArgumentParser(prog="python -m harness", description="Measures, records, judges and draws the kernels.")
+    top = argparse.ArgumentParser(prog="python -m harness", description="Measures, records and judges the kernels.")
     commands = top.add_subparsers(dest="command", required=True)
 
     quick = commands.add_parser("quick", help="seconds: every op, every backend")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def bandwidth(ceilings: Ceilings, bytes_read: int, bytes_written: int) -> float:
     """
     share = bytes_written / (bytes_read + bytes_written)
     points = sorted((at, 1 / ceilings[f"{kind}_gbps"]) for kind, at in WRITE_SHARE.items())
-    for (low, slow), (high, fast) in zip(points, points[1:], strict=False):
+    for (low, slow), (high, fast) in pairwise(points):
         if share <= high:
             return 1 / (slow + (fast - slow) * (share - low) / (high - low))
     return 1 / points[-1][1]

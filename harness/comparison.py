@@ -38,7 +38,9 @@ def compare(a: str | Path, b: str | Path, *, foreign: bool = False) -> list[Chan
         one, two = first.get(name, Record({})), second.get(name, Record({}))
         cards = {run.meta["gpu"] for run in (one, two) if run.meta}
         if len(cards) > 1 and not foreign:
-            raise ForeignGpu(f"{name}: runs of {' and '.join(sorted(map(str, cards)))}; --foreign compares all the same")
+            raise ForeignGpu(
+                f"{name}: runs of {' and '.join(sorted(map(str, cards)))}; --foreign compares all the same"
+            )
         rows_a, rows_b = ({row_key(row): row for row in run.rows} for run in (one, two))
         for key in dict.fromkeys([*rows_a, *rows_b]):
             changes += [_change(key, phase, rows_a.get(key), rows_b.get(key)) for phase in PHASES]

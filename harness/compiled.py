@@ -1,4 +1,8 @@
-"""Proof that the compile arm is compiled: torch.compile may run eagerly without a word, and eager is another arm."""
+"""Proof that the compile arm is compiled: torch.compile may run eagerly without a word, and eager is another arm.
+
+Dynamo and Inductor are imported inside the functions: they import Triton, which has to come after
+`stamp.interpret_without_gpu`.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch._dynamo
-import torch._dynamo.utils
-from torch._inductor.output_code import CompiledFxGraph
 
 
 @dataclass
@@ -25,21 +26,23 @@ def fresh() -> None:
     """Forgets every compiled graph and counter, so that a case cannot run on another's or hit the recompile limit."""
     counter_works()
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
+    _counters().clear()
 
 
 def graphs() -> int:
     """Graphs that Dynamo captured since `fresh`."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return int(_counters()["stats"]["unique_graphs"])
 
 
 @contextmanager
 def counting() -> Iterator[Entries]:
     """Counts how often an Inductor graph is entered inside."""
+    from torch._inductor.output_code import CompiledFxGraph
+
     entries = Entries()
     original = CompiledFxGraph.__call__
 
-    def counted(self: CompiledFxGraph, inputs: Any) -> Any:
+    def counted(self: Any, inputs: Any) -> Any:
         entries.count += 1
         return original(self, inputs)
 
@@ -52,7 +55,7 @@ def counting() -> Iterator[Entries]:
 
 @cache
 def counter_works() -> bool:
-    """Whether this version of PyTorch enters its graphs where `counting` looks, tried on a graph known to be compiled."""
+    """Whether PyTorch enters its graphs where `counting` looks, tried on one that is known to be compiled."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     double = torch.compile(lambda x: x * 2 + 1, fullgraph=True)
     x = torch.ones(8, device=device)
@@ -69,7 +72,7 @@ def problem(calls: Mapping[str, tuple[Callable[[], Any], int]], captured: int) -
         calls: per phase, the warmed-up timed call and how many graphs it has to enter (forward 1, with backward 2).
         captured: `graphs()` after the warm-up; one more by now is a recompilation.
     """
-    counters = torch._dynamo.utils.counters
+    counters = _counters()
     if captured == 0:
         return "not compiled: no graph was captured, the arm ran eagerly"
     if counters["graph_break"]:
@@ -82,3 +85,9 @@ def problem(calls: Mapping[str, tuple[Callable[[], Any], int]], captured: int) -
     if graphs() != captured:
         return f"recompiled while it was measured: {graphs() - captured} more graphs"
     return None
+
+
+def _counters() -> Any:
+    from torch._dynamo.utils import counters
+
+    return counters

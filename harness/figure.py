@@ -24,7 +24,7 @@ COLOURS = {"eager": "#000000", "compile": "#E69F00", "triton": "#0072B2", "tilel
 MARKERS = {"eager": "s", "compile": "D", "triton": "o", "tilelang": "^"}
 CEILING = "crimson"
 WIDTH = 3.5  # inches: half a page, so that what is legible here is legible there
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 7,
     "axes.titlesize": 8,
     "axes.labelsize": 7.5,
@@ -95,7 +95,7 @@ METRICS: dict[str, Metric] = {
         ceiling_name="floor",
     ),
     "bandwidth": Metric(
-        "forward bandwidth, compulsory bytes",
+        "forward bandwidth",
         "GB/s",
         _over(_bytes, _DEVICE),
         _over(_bytes, _WALL),
@@ -166,9 +166,10 @@ def draw(
         for axis, name in zip(axes[:, 0], names, strict=True):
             _panel(axis, metric, [row for row in chosen if row["op"] == name], arms)
             if metric.unit == "GB/s" and ceilings:
-                axis.axvline(ceilings["copy_gbps"], color=CEILING, lw=0.6, ls=":")
-                label = f" copy {ceilings['copy_gbps']:.0f}"
-                axis.text(ceilings["copy_gbps"], 1, label, color=CEILING, transform=axis.get_xaxis_transform(), va="bottom")
+                copy = ceilings["copy_gbps"]
+                axis.axvline(copy, color=CEILING, lw=0.6, ls=":")
+                where = {"transform": axis.get_xaxis_transform(), "rotation": 90, "va": "bottom", "ha": "right"}
+                axis.text(copy, 0.02, f"copy {copy:.0f}", color=CEILING, fontsize=6, **where)
             axis.set_title(f"{name}: {metric.title}", loc="left")
         figure.legend(handles=_handles(metric, arms), loc="outside upper center", ncols=3, frameon=False)
         figure.supxlabel(_caption(metric, meta, dtype), fontsize=5.5, color="#555555", x=0.02, ha="left")
@@ -192,12 +193,14 @@ def _panel(axis: Axes, metric: Metric, rows: Sequence[Row], arms: Sequence[str])
         if any(row["l2_resident"] for row in table[case].values()):
             axis.axhspan(y - 0.5, y + 0.5, color="#000000", alpha=0.07, lw=0)
     if metric.ceiling is not None:
-        limit = [next((v for row in table[c].values() if (v := metric.ceiling(row, table[c]))), float("nan")) for c in cases]
+        limits_of = [[metric.ceiling(row, table[case]) for row in table[case].values()] for case in cases]
+        limit = [next((value for value in values if value), float("nan")) for values in limits_of]
         axis.plot(limit, range(len(cases)), color=CEILING, lw=1.1, ls="--", zorder=1)
     if metric.unit == "×":
         axis.axvline(1, color="#777777", lw=0.7)
     if metric.log:
         axis.set_xscale("log")
+        axis.xaxis.set_major_formatter("{x:g}")
     else:
         axis.set_xlim(left=0)
     axis.set_yticks(range(len(cases)), cases)
@@ -226,7 +229,7 @@ def _handles(metric: Metric, arms: Sequence[str]) -> list[Any]:
 def _caption(metric: Metric, meta: Mapping[str, Any] | None, dtype: str) -> str:
     card, date = (meta or {}).get("gpu") or "card not recorded", str((meta or {}).get("started") or "")[:10]
     text = f"{card}, {date or 'no date'}, {dtype}. Bold: {metric.bold_name}. Best of the windows, cold L2."
-    return "\n".join(textwrap.wrap(text, 78))
+    return "\n".join(textwrap.wrap(text, 72))
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -240,7 +243,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def figures(source: str | Path | None = None, out: str | Path = "out/figures") -> Path:
-    """Draws every panel of every family and dtype of a folder of recorded runs as <family>_<dtype>_<metric>.png and .svg."""
+    """Draws every panel of a folder of recorded runs, as <family>_<dtype>_<metric>.png and .svg."""
     folder, target = Path(source) if source is not None else verdicts.default_dir(), Path(out)
     for name, run in record.load_dir(folder).items():
         if name == "ceilings":

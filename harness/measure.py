@@ -16,7 +16,7 @@ from torch import Tensor
 
 from harness import ceilings as limits
 from harness import compiled, precision, throttle
-from harness.delimiters import Delimiters
+from harness.delimiters import Delimiters, make_delimiters
 from harness.precision import OUTPUT, Check, Truth
 from harness.profile import CALLS, WINDOWS, ArmError, DeviceTime, device_times
 from harness.record import Row, blank_row
@@ -62,7 +62,17 @@ class Bench:
     device: torch.device
     delimiters: Delimiters
     ceilings: limits.Ceilings | None
-    plan: Plan = Plan()
+    plan: Plan
+    l2_bytes: int
+    capability: tuple[int, int]
+
+
+def make_bench(ceilings: limits.Ceilings | None, plan: Plan, delimiters: Delimiters | None = None) -> Bench:
+    """A bench on the current CUDA device."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    made = delimiters or make_delimiters(device)
+    return Bench(device, made, ceilings, plan, l2_bytes, torch.cuda.get_device_capability(device))
 
 
 def measure_case(bench: Bench, op: Op, case: Case, dtype: str, backends: Sequence[str] = BACKENDS) -> list[Row]:
@@ -71,7 +81,8 @@ def measure_case(bench: Bench, op: Op, case: Case, dtype: str, backends: Sequenc
     compiled.fresh()
     live = {backend: row for backend, row in rows.items() if row["status"] is None}
     try:
-        truth = precision.make_truth(op, case.dims, DTYPES[dtype], bench.device, precision.seed(op.name, case.name, dtype, 0))
+        first_seed = precision.seed(op.name, case.name, dtype, 0)
+        truth = precision.make_truth(op, case.dims, DTYPES[dtype], bench.device, first_seed)
     except Exception as error:
         for row in live.values():
             _fail(row, error, rows, "the float64 oracle")
@@ -96,11 +107,10 @@ def start_row(op: Op, case: Case, dtype: str, backend: str, bench: Bench | None)
         return row
     kind = "tf32" if row["tf32"] else dtype
     row["floor_us"] = limits.floor_us(bench.ceilings, cost.bytes_read, cost.bytes_written, cost.flops, kind)
-    l2_bytes = torch.cuda.get_device_properties(bench.device).L2_cache_size
-    row["l2_resident"] = cost.bytes_read + cost.bytes_written <= l2_bytes
-    capability = torch.cuda.get_device_capability(bench.device)
-    if dtype == "bf16" and capability < (8, 0):
-        _set(row, "unsupported", f"bf16 needs compute capability 8.0, this card has {capability[0]}.{capability[1]}")
+    row["l2_resident"] = cost.bytes_read + cost.bytes_written <= bench.l2_bytes
+    if dtype == "bf16" and bench.capability < (8, 0):
+        has = ".".join(map(str, bench.capability))
+        _set(row, "unsupported", f"bf16 needs compute capability 8.0, this card has {has}")
     return row
 
 
@@ -216,7 +226,7 @@ def _drop(backend: str, calls: dict[str, dict[str, Step]], live: dict[str, Row])
 
 
 def _prove(calls: Mapping[str, Mapping[str, Step]], live: Mapping[str, Row], captured: int) -> None:
-    """Marks the compile arm invalid unless it enters a compiled graph in each direction, before and after the timing."""
+    """Marks the compile arm invalid unless it enters a compiled graph in each direction."""
     if "compile" not in live or live["compile"]["status"] is not None:
         return
     graphs = {"fwd": 1, "fwdbwd": 2}

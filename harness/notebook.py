@@ -13,7 +13,7 @@ from harness.record import Record
 def load_or_sweep(family: str, dtype: str = "fp16", *, echo: Callable[[str], None] = print) -> Record:
     """The recorded run of `family`, and in one fixed line whose card it is.
 
-    With a GPU whose card has no record of this family and dtype yet, sweeps it first; without one, loads a committed run.
+    With a GPU whose card has no record of this family and dtype, sweeps first; without one, loads a committed run.
 
     Raises:
         FileNotFoundError: no GPU and no recorded run of this family; RecordError: a bad file; BusyGpu.

@@ -33,10 +33,7 @@ def prebuild(tasks: Sequence[Task], *, jobs: int | None = None, echo: Callable[[
     tasks = [task for task in tasks if task[3] != "eager"]
     jobs = max(1, min(jobs or cpu_count(), len(tasks)))
     started = time.monotonic()
-    if jobs == 1:
-        outcomes = [run_task(task, _device()) for task in tasks]
-    else:
-        outcomes = _in_processes(tasks, jobs)
+    outcomes = _in_processes(tasks, jobs) if jobs > 1 else [run_task(task, _device()) for task in tasks]
     counts = {
         "built": sum(outcome is None for outcome in outcomes),
         "failed": sum(outcome is not None for outcome in outcomes),

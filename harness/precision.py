@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -30,7 +31,7 @@ OUTPUT = "output"
 
 @dataclass(frozen=True)
 class Truth:
-    """Inputs, the gradient that is fed back, and what float64 makes of them (`values`: output and gradients by name)."""
+    """Inputs, the gradient that is fed back, and float64's `values`: the output and gradients by name."""
 
     inputs: Inputs
     grad: Tensor
@@ -165,17 +166,19 @@ def poisoned(like: Tensor, dtype: torch.dtype, backend: str) -> Iterator[None]:
         del blocks
         yield
         return
-    mode, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    mode = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic
+    fill = settings.fill_uninitialized_memory
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "... does not have a deterministic implementation": only the fill is wanted
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = True
+        settings.fill_uninitialized_memory = True
         try:
             yield
         finally:
             torch.use_deterministic_algorithms(mode, warn_only=warn_only)
-            torch.utils.deterministic.fill_uninitialized_memory = fill
+            settings.fill_uninitialized_memory = fill
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

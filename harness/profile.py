@@ -65,7 +65,7 @@ class DeviceTime:
 
 
 def split(events: Sequence[Event], flush: str = FLUSH, marker: str = MARKER) -> list[list[list[Event]]]:
-    """The timeline as blocks (between markers) of calls (between flushes) of events; what precedes either is dropped."""
+    """The timeline as blocks (between markers) of calls (between flushes) of events; what precedes is dropped."""
     blocks: list[list[list[Event]]] = []
     for event in sorted(events, key=lambda e: e.start_ns):
         if marker in event.name:
@@ -88,6 +88,9 @@ def summarize(
     marker: str = MARKER,
 ) -> dict[str, DeviceTime]:
     """Each arm's device time from a session's events; pure, so that lost events can be planted in a test."""
+    if len(set(events)) != len(events):
+        twice = DeviceTime(reason="profiler delivered events twice", discarded=windows)
+        return dict.fromkeys(arms, twice)
     blocks = split(events, flush, marker)
     wanted = windows * len(arms)
     # The session ends with one more marker, which bounds the last block.
@@ -142,9 +145,7 @@ def device_times(
     return {arm: times[arm] for arm in arms}
 
 
-def collect(
-    arms: Mapping[str, Callable[[], Any]], delimiters: Delimiters, *, windows: int, calls: int
-) -> list[Event]:
+def collect(arms: Mapping[str, Callable[[], Any]], delimiters: Delimiters, *, windows: int, calls: int) -> list[Event]:
     """One profiler session over all arms, as this module's docstring draws it."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as session:

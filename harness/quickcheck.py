@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from harness import compiled, precision, stamp, throttle
-from harness.delimiters import make_delimiters
-from harness.measure import BACKENDS, Bench, DeadContext, Plan, check_arms, measure_case, start_row
+from harness.measure import BACKENDS, Bench, DeadContext, Plan, check_arms, make_bench, measure_case, start_row
 from harness.record import Row
 from kernels.registry import Op, ops
 
@@ -38,8 +37,7 @@ def quick(
     bench = None
     if torch.cuda.is_available():
         throttle.refuse_busy(allow_busy)
-        device = torch.device("cuda", torch.cuda.current_device())
-        bench = Bench(device, make_delimiters(device), None, PLAN)
+        bench = make_bench(None, PLAN)
     chosen = list(ops().values()) if op is None else [ops()[op]]
     rows: list[Row] = []
     if echo is not None:

@@ -126,7 +126,7 @@ def load(path: str | os.PathLike[str], *, gpu: str | None = None) -> Record:
     except json.JSONDecodeError as error:
         if error.pos >= len(text.rstrip()) - 1 or not text.rstrip().endswith("}"):
             raise TruncatedRecord(
-                f"{path}: ends in the middle of its JSON (line {error.lineno}); restore it, or delete it and sweep again"
+                f"{path}: ends in the middle of its JSON (line {error.lineno}); restore or delete it"
             ) from error
         raise RecordError(f"{path}: not JSON: {error}") from error
     except ValueError as error:

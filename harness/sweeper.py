@@ -1,4 +1,4 @@
-"""The full sweep: ceilings first, then every case of every family, written after each case so that it can be resumed."""
+"""The full sweep: ceilings first, then every case of every family, written after each so that it can be resumed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from harness import prebuild, record, stamp, throttle
 from harness import ceilings as limits
+from harness import prebuild, record, stamp, throttle
 from harness.delimiters import make_delimiters
-from harness.measure import BACKENDS, Bench, DeadContext, Plan, measure_case
+from harness.measure import BACKENDS, DeadContext, Plan, make_bench, measure_case
 from harness.record import Record, Row
 from kernels.registry import Case, Op, families
 
@@ -69,7 +69,9 @@ def resume(path: Path, meta: dict[str, Any], echo: Echo) -> Record:
         return old
     aside = path.with_name(f"{path.name}.old")
     path.replace(aside)
-    echo(f"{path.name}: {', '.join(changed)} changed since it was recorded; measuring again, the old run is {aside.name}")
+    echo(
+        f"{path.name}: {', '.join(changed)} changed since it was recorded; measuring again, the old run is {aside.name}"
+    )
     return Record(meta)
 
 
@@ -142,8 +144,8 @@ def sweep(
         echo: gets one line of progress per case.
 
     Raises:
-        NoGpu, BusyGpu, a RecordError for a file that can't be resumed, or DeadContext where only a new process can go on
-        (the rows so far are written).
+        NoGpu, BusyGpu, a RecordError for a file that can't be resumed, or DeadContext where only a new process can go
+        on (the rows so far are written).
     """
     require_gpu()
     chosen = {family: families()[family]} if family else families()
@@ -152,7 +154,8 @@ def sweep(
     folder = Path(out) if out else stamp.data_dir()
     work = []
     for name, ops in chosen.items():
-        selected = Selection(tuple(o for o in ops if op in (None, o.name)), stamp.dtype_names(dtype), tuple(backends), case)
+        wanted = tuple(each for each in ops if op in (None, each.name))
+        selected = Selection(wanted, stamp.dtype_names(dtype), tuple(backends), case)
         path = folder / f"{name}.json"
         run = resume(path, stamp.environment(name), echo)
         work.append((name, path, run, missing(run, selected, retry)))
@@ -165,7 +168,7 @@ def sweep(
         prebuild.prebuild([(o.name, c.name, d, b) for o, c, d, bs in todo for b in bs], jobs=jobs, echo=echo)
     delimiters = make_delimiters(device)
     measured = _ceilings(folder, device, delimiters, resumed=any(run.rows for _, _, run, _ in work), echo=echo)
-    bench = Bench(device, delimiters, measured, plan or Plan())
+    bench = make_bench(measured, plan or Plan(), delimiters)
     for _, path, run, items in work:
         run.meta.setdefault("ceilings", measured)
         fill(run, path, items, lambda *what: measure_case(bench, *what), echo)

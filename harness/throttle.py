@@ -125,12 +125,14 @@ def _ask(question: Callable[[], Any]) -> Any:
 
 
 def _state_from_smi() -> State:
-    text = _smi("clocks.sm,utilization.gpu")
-    reasons = _smi("clocks_event_reasons.active") or _smi("clocks_throttle_reasons.active")
-    clock, load = (part.strip() for part in text.split(",")) if text else ("", "")
+    # The second name is the older drivers'.
+    text = _smi("clocks.sm,utilization.gpu,clocks_event_reasons.active") or _smi(
+        "clocks.sm,utilization.gpu,clocks_throttle_reasons.active"
+    )
+    clock, load, reasons = (part.strip() for part in text.split(",")) if text else ("", "", "")
     return State(
         clock_mhz=int(clock) if clock.isdigit() else None,
-        reasons=int(reasons, 16) if reasons and reasons.startswith("0x") else None,
+        reasons=int(reasons, 16) if reasons.startswith("0x") else None,
         utilization=int(load) if load.isdigit() else None,
     )
 

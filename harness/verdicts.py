@@ -47,7 +47,9 @@ def judge(rows: Sequence[Row], op: str, backend: str, dtype: str, cases: Sequenc
     base = {b: {case: ok[case, b] for case in mine if (case, b) in ok} for b in BASELINES}
 
     ratios = {
-        name: mean_ratio([(_samples(base[b][case], phase, kind), _samples(mine[case], phase, kind)) for case in base[b]])
+        name: mean_ratio(
+            [(_samples(base[b][case], phase, kind), _samples(mine[case], phase, kind)) for case in base[b]]
+        )
         for name, (phase, kind, b) in RATIOS.items()
     }
     eager = base["eager"]
