@@ -6,7 +6,7 @@ import json
 import math
 
 import pytest
-from fakes import STAMP, made_row
+from fakes import STAMP, bad_row, made_row
 
 from harness import comparison, verdicts
 from harness.record import ForeignGpu, Record
