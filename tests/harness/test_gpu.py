@@ -11,10 +11,7 @@ from harness.measure import Plan
 from harness.record import load
 from kernels.registry import families
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
