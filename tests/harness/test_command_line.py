@@ -6,10 +6,11 @@ import json
 
 import pytest
 import torch
-from fakes import STAMP, made_row, toy_op
+from fakes import STAMP, bad_row, made_row, toy_op
 
 from harness import __main__ as cli
 from harness import quickcheck, stamp, sweeper, throttle, verdicts
+from harness.measure import DeadContext
 from harness.record import Record
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
@@ -107,6 +108,22 @@ def test_nothing_ran_is_no_pass():
     assert not quickcheck.passed([]) and not quickcheck.passed([{"status": "unsupported"}])
     assert quickcheck.passed([{"status": "ok"}, {"status": "unsupported"}])
     assert not quickcheck.passed([{"status": "ok"}, {"status": "invalid"}])
+
+
+@pytest.mark.usefixtures("toy")
+def test_quick_on_a_card_that_gives_up(monkeypatch):
+    """What was found before is reported, and the check does not pass."""
+    failed = bad_row("toy", "tiny", "eager", "failed", "device-side assert")
+
+    def dead(*args):
+        raise DeadContext([failed])
+
+    said = []
+    monkeypatch.setattr(quickcheck, "_checked", dead)
+    monkeypatch.setattr(quickcheck, "measure_case", dead)
+    rows = quickcheck.quick(dtype="all", echo=said.append)
+    assert rows == [failed] and not quickcheck.passed(rows)
+    assert "device-side assert" in said[1] and "answers no more" in said[2]
 
 
 def test_keyboard_interrupt(monkeypatch, capsys):
