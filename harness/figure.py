@@ -74,8 +74,8 @@ def _eager(value: Value) -> Value:
     return lambda row, arms: value(arms["eager"], arms) if arms.get("eager", {}).get("status") == "ok" else None
 
 
-def _bytes(row: Row, arms: Mapping[str, Row]) -> float:
-    return (row["bytes_read"] + row["bytes_written"]) / 1e3
+def _kilobytes(row: Row, arms: Mapping[str, Row]) -> float | None:
+    return None if row["bytes_read"] is None else (row["bytes_read"] + row["bytes_written"]) / 1e3
 
 
 def _mib(key: str) -> Value:
@@ -97,10 +97,10 @@ METRICS: dict[str, Metric] = {
     "bandwidth": Metric(
         "forward bandwidth",
         "GB/s",
-        _over(_bytes, _DEVICE),
-        _over(_bytes, _WALL),
+        _over(_kilobytes, _DEVICE),
+        _over(_kilobytes, _WALL),
         "wall",
-        ceiling=_over(_bytes, _floor("fwd")),
+        ceiling=_over(_kilobytes, _floor("fwd")),
         ceiling_name="ceiling of the row's mix",
         log=False,
     ),
