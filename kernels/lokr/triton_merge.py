@@ -158,23 +158,25 @@ def merge_config(layout1: Layout, layout2: Layout, itemsize: int) -> Merge:
     vec = gcd(d, max(1, 16 // itemsize))
     vec = vec if vec * itemsize >= 8 else 1
     runs = b * d // vec
-    block_k = min((64, 32, 16, 128), key=lambda k: cdiv(runs, k) * k)
     if rank1 or rank2:
         return Merge(4 if rank1 else 1, 16 if rank2 else 4, 16 if vec > 1 else 128, vec, 4)
-    return Merge(1, max(1, 128 // block_k), block_k, vec, 4)
+    block_k = min((64, 32, 16, 128), key=lambda k: cdiv(runs, k) * k) if vec > 1 else 128
+    return Merge(1, 1024 // (block_k * vec), block_k, vec, 4)
 
 
 def merge_grad_config(layout1: Layout, layout2: Layout, itemsize: int, sms: int) -> MergeGrad:
     """The backward's launch: a tile of about 4096 elements of G a step, and enough programs for every SM."""
-    (a, b), (c, d, rank2) = layout1[:2], layout2[:3]
+    (a, b), (c, d) = layout1[:2], layout2[:2]
     width = triton.next_power_of_2(d)
     block_d = min((128, 64), key=lambda k: cdiv(d, k) * k) if width > 128 else width
-    block_b = min(triton.next_power_of_2(b), max(1, 512 // block_d))
+    # Threads fill d, then b: with 8 elements each, 1024 elements of a row keep every warp's b's its own, so that the sum
+    # for w1's gradient needs no exchange between warps.
+    block_b = min(triton.next_power_of_2(b), max(1, 1024 // block_d))
     tile = 4096 if itemsize == 2 else 2048
     block_c = min(triton.next_power_of_2(c), max(1, tile // (block_b * block_d)))
     tiles, steps = cdiv(c, block_c) * cdiv(d, block_d), a * cdiv(b, block_b)
     span = cdiv(steps, max(1, min(steps, cdiv(4 * sms, tiles))))
-    return MergeGrad(block_c, block_b, block_d, span, 4, 2)
+    return MergeGrad(block_c, block_b, block_d, span, 4, 3)
 
 
 def merge_forward(
