@@ -139,19 +139,34 @@ def _block(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
 
 
-def forward_config(layout1: Layout, layout2: Layout, itemsize: int) -> Bypass | None:
-    """The forward's launch, or None where the factors are too large to stay on an SM."""
-    a, b, c, d = map(_block, (*layout1[:2], *layout2[:2]))
-    if max(a * b, c * d, b * d, a * c, b * c) * itemsize > 32768:
+def _resident(layout1: Layout, layout2: Layout, dtype: torch.dtype) -> tuple[int, int, int, int] | None:
+    """Block sizes of a, b, c, d, or None where a token or a factor is too large to be one tile.
+
+    Nor do full float32 products come in such tiles: without tensor cores Triton unrolls a whole product into registers.
+    """
+    a, b, c, d = (_block(n) for n in (*layout1[:2], *layout2[:2]))
+    if precision(dtype) != "tf32" and dtype is torch.float32:
         return None
+    return (a, b, c, d) if max(a * b, c * d, b * d, a * c, b * c) * dtype.itemsize <= 32768 else None
+
+
+def forward_config(layout1: Layout, layout2: Layout, dtype: torch.dtype) -> Bypass | None:
+    """The forward's launch, or None where it has to go tile by tile."""
+    blocks = _resident(layout1, layout2, dtype)
+    if blocks is None:
+        return None
+    a, b, c, _ = blocks
     large = max(b * c, a * c) > 4096
     return Bypass(2 if large else 4, 8 if large else 4, 3)
 
 
-def backward_config(layout1: Layout, layout2: Layout, itemsize: int) -> Bypass | None:
-    """The backward's launch, or None where the factors and their gradients are too large to stay on an SM."""
-    a, b, c, d = map(_block, (*layout1[:2], *layout2[:2]))
-    if max(b * d, a * c, b * c) * itemsize > 32768 or (a * b + c * d) * itemsize > 32768:
+def backward_config(layout1: Layout, layout2: Layout, dtype: torch.dtype) -> Bypass | None:
+    """The backward's launch, or None where it has to go tile by tile, or the gradients don't fit in registers."""
+    blocks = _resident(layout1, layout2, dtype)
+    if blocks is None:
+        return None
+    a, b, c, d = blocks
+    if (a * b + c * d) * dtype.itemsize > 32768:
         return None
     large = max(a * b + c * d, 2 * b * c, 2 * a * c, 2 * b * d) > 8192
     return Bypass(1 if large else 2, 8 if large else 4, 3)
@@ -171,12 +186,11 @@ def bypass_forward(
     config: Bypass | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """y[..., a·c]; saves nothing."""
-    op = "lokr_bypass"
-    side1, side2 = side(op, "w1", w1, w1_b), side(op, "w2", w2, w2_b)
+    side1, side2 = side(w1, w1_b), side(w2, w2_b)
     flat = rows(x)
     out = torch.empty((*x.shape[:-1], side1.layout[0] * side2.layout[0]), dtype=out_dtype, device=x.device)
     bias = None if base is None else rows(base)
-    config = config or forward_config(side1.layout, side2.layout, x.itemsize)
+    config = config or forward_config(side1.layout, side2.layout, x.dtype)
     if config is None:
         triton_tiled.apply(flat, side1, side2, scale, bias, out.view(flat.shape[0], -1))
         return out, ()
@@ -205,11 +219,10 @@ def bypass_backward(
     finish_config: Finish | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of (x, w1, w1_b, w2, w2_b)."""
-    op = "lokr_bypass"
-    side1, side2 = side(op, "w1", w1, w1_b), side(op, "w2", w2, w2_b)
+    side1, side2 = side(w1, w1_b), side(w2, w2_b)
     g, flat = rows(grad), rows(x)
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs[0] else None
-    config = config or backward_config(side1.layout, side2.layout, x.itemsize)
+    config = config or backward_config(side1.layout, side2.layout, x.dtype)
     if config is None:
         out = None if grad_x is None else grad_x.view(flat.shape)
         return grad_x, *triton_tiled.gradients(g, flat, side1, side2, scale, needs, out, finish_config)

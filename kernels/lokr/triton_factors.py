@@ -14,11 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.errors import UnsupportedCase
 from kernels.common.triton_ops import precision
 from kernels.common.views import cdiv
 
-MAX_RANK = 256
 Layout = tuple[int, int, int, int, int, int, int]
 
 
@@ -31,8 +29,9 @@ class Side(NamedTuple):
 
     @property
     def block_r(self) -> int:
-        """The rank as a block size of a dot (16 where there is none)."""
-        return max(16, triton.next_power_of_2(self.layout[2]))
+        """Steps of a pair's rank: float32 products take short ones, which Triton unrolls into registers."""
+        most = 64 if self.wa.itemsize == 2 else 16
+        return max(16, min(most, triton.next_power_of_2(self.layout[2])))
 
     def transposed(self) -> Side:
         """The same factor transposed, as views."""
@@ -41,14 +40,11 @@ class Side(NamedTuple):
         return Side(wa, wb, (cols, rows, rank, *reversed(strides)))
 
 
-def side(op: str, name: str, wa: Tensor, wb: Tensor | None) -> Side:
-    """The side of a full factor (wb None) or of a pair; raises UnsupportedCase for a rank past MAX_RANK."""
+def side(wa: Tensor, wb: Tensor | None) -> Side:
+    """The side of a full factor (wb None) or of a pair."""
     if wb is None:
         return Side(wa, wa, (wa.shape[0], wa.shape[1], 0, *wa.stride(), *wa.stride()))
-    rank = wa.shape[1]
-    if rank > MAX_RANK:
-        raise UnsupportedCase(f"{op}: {name}: triton kernels keep a pair's rank in one block: got {rank}, at most {MAX_RANK}")
-    return Side(wa, wb, (wa.shape[0], wb.shape[1], rank, *wa.stride(), *wb.stride()))
+    return Side(wa, wb, (wa.shape[0], wb.shape[1], wa.shape[1], *wa.stride(), *wb.stride()))
 
 
 @triton.jit
@@ -62,13 +58,16 @@ def factor_tile(
         at = wa + rows[:, None] * LAYOUT[3] + cols[None, :] * LAYOUT[4]
         return tl.load(at, mask=mask_m[:, None] & mask_n[None, :], other=0.0)
     else:
-        offs_r = tl.arange(0, BLOCK_R)
-        mask_r = offs_r < R
-        left = wa + rows[:, None] * LAYOUT[3] + offs_r[None, :] * LAYOUT[4]
-        right = wb + offs_r[:, None] * LAYOUT[5] + cols[None, :] * LAYOUT[6]
-        left_tile = tl.load(left, mask=mask_m[:, None] & mask_r[None, :], other=0.0)
-        right_tile = tl.load(right, mask=mask_r[:, None] & mask_n[None, :], other=0.0)
-        return tl.dot(left_tile, right_tile, input_precision=PRECISION)
+        acc = tl.zeros((offs_m.shape[0], offs_n.shape[0]), tl.float32)
+        for start in range(0, R, BLOCK_R):
+            offs_r = start + tl.arange(0, BLOCK_R)
+            mask_r = offs_r < R
+            left = wa + rows[:, None] * LAYOUT[3] + offs_r[None, :] * LAYOUT[4]
+            right = wb + offs_r[:, None] * LAYOUT[5] + cols[None, :] * LAYOUT[6]
+            left_tile = tl.load(left, mask=mask_m[:, None] & mask_r[None, :], other=0.0)
+            right_tile = tl.load(right, mask=mask_r[:, None] & mask_n[None, :], other=0.0)
+            acc = tl.dot(left_tile, right_tile, acc, input_precision=PRECISION)
+        return acc
 
 
 @dataclass(frozen=True)
@@ -115,11 +114,13 @@ def _pair_a(
     LAYOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[M, R] = scale · (Σ_s parts[s]) @ wbᵀ for BLOCK_M rows."""
+    """out[M, R] = scale · (Σ_s parts[s]) @ wbᵀ for a tile of BLOCK_M × BLOCK_R."""
     M: tl.constexpr = LAYOUT[0]
     N: tl.constexpr = LAYOUT[1]
     R: tl.constexpr = LAYOUT[2]
-    offs_m, offs_r = pid * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
+    TILES_R: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
+    offs_m = pid // TILES_R * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_r = pid % TILES_R * BLOCK_R + tl.arange(0, BLOCK_R)
     acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
     for start in range(0, N, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
@@ -137,11 +138,13 @@ def _pair_b(
     LAYOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[R, N] = scale · waᵀ @ Σ_s parts[s] for BLOCK_N columns."""
+    """out[R, N] = scale · waᵀ @ Σ_s parts[s] for a tile of BLOCK_R × BLOCK_N."""
     M: tl.constexpr = LAYOUT[0]
     N: tl.constexpr = LAYOUT[1]
     R: tl.constexpr = LAYOUT[2]
-    offs_n, offs_r = pid * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
+    TILES_R: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
+    offs_n = pid // TILES_R * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_r = pid % TILES_R * BLOCK_R + tl.arange(0, BLOCK_R)
     acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
     for start in range(0, M, BLOCK_M):
         offs_m = start + tl.arange(0, BLOCK_M)
@@ -233,9 +236,10 @@ def _programs(job: Partials, config: Finish) -> tuple[int, int]:
     rows, cols, rank = job.side.layout[:3]
     if not rank:
         return cdiv(rows * cols, _sum_blocks(job, config)[0]), 0
+    tiles_r = cdiv(rank, job.side.block_r)
     return (
-        0 if job.grad_a is None else cdiv(rows, config.block_m),
-        0 if job.grad_b is None else cdiv(cols, config.block_n),
+        0 if job.grad_a is None else cdiv(rows, config.block_m) * tiles_r,
+        0 if job.grad_b is None else cdiv(cols, config.block_n) * tiles_r,
     )
 
 

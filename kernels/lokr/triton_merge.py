@@ -143,12 +143,15 @@ def _w1_row(wa1, wb1, a, offs_b, mask_b, LAYOUT: tl.constexpr, BLOCK_R: tl.const
         at = wa1 + a * LAYOUT[3] + offs_b[None, :, None] * LAYOUT[4]
         return tl.load(at, mask=mask_b[None, :, None], other=0.0).to(tl.float32)
     else:
-        offs_r = tl.arange(0, BLOCK_R)
-        mask_r = offs_r < LAYOUT[2]
-        left = tl.load(wa1 + a * LAYOUT[3] + offs_r * LAYOUT[4], mask=mask_r, other=0.0).to(tl.float32)
-        at = wb1 + offs_r[:, None] * LAYOUT[5] + offs_b[None, :] * LAYOUT[6]
-        right = tl.load(at, mask=mask_r[:, None] & mask_b[None, :], other=0.0).to(tl.float32)
-        return tl.sum(left[:, None] * right, axis=0)[None, :, None]
+        row = tl.zeros((offs_b.shape[0],), tl.float32)
+        for start in range(0, LAYOUT[2], BLOCK_R):
+            offs_r = start + tl.arange(0, BLOCK_R)
+            mask_r = offs_r < LAYOUT[2]
+            left = tl.load(wa1 + a * LAYOUT[3] + offs_r * LAYOUT[4], mask=mask_r, other=0.0).to(tl.float32)
+            at = wb1 + offs_r[:, None] * LAYOUT[5] + offs_b[None, :] * LAYOUT[6]
+            right = tl.load(at, mask=mask_r[:, None] & mask_b[None, :], other=0.0).to(tl.float32)
+            row += tl.sum(left[:, None] * right, axis=0)
+        return row[None, :, None]
 
 
 def merge_config(layout1: Layout, layout2: Layout, itemsize: int) -> Merge:
@@ -192,7 +195,7 @@ def merge_forward(
     config: Merge | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """ΔW[a·c, b·d]; saves nothing."""
-    side1, side2 = side("lokr", "w1", w1, w1_b), side("lokr", "w2", w2, w2_b)
+    side1, side2 = side(w1, w1_b), side(w2, w2_b)
     (a, b), (c, d) = side1.layout[:2], side2.layout[:2]
     out = torch.empty((a * c, b * d), dtype=out_dtype, device=w1.device)
     bias = out if base is None else rows(base)
@@ -221,7 +224,7 @@ def merge_backward(
     finish_config: Finish | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of (w1, w1_b, w2, w2_b)."""
-    side1, side2 = side("lokr", "w1", w1, w1_b), side("lokr", "w2", w2, w2_b)
+    side1, side2 = side(w1, w1_b), side(w2, w2_b)
     g = rows(grad)
     (a, b), (c, d) = side1.layout[:2], side2.layout[:2]
     config = config or merge_grad_config(side1.layout, side2.layout, g.itemsize, sm_count(g.device))

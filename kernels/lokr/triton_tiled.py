@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.common.triton_ops import precision, to_operand
 from kernels.common.views import cdiv, sm_count
-from kernels.lokr.triton_factors import Finish, GradPlan, Side, factor_tile
+from kernels.lokr.triton_factors import Finish, GradPlan, Layout, Side, factor_tile
 
 Strides = tuple[int, int, int]
 
@@ -149,10 +149,16 @@ def _gradient_kernel(
     tl.store(at, (acc * scale).to(parts.dtype.element_ty), mask=(offs_c < C)[:, None] & (offs_d < D)[None, :])
 
 
-def tiled_config(layout1: tuple[int, ...], layout2: tuple[int, ...], itemsize: int) -> Tiled:
-    """Blocks of at most 64, and as many tokens at once as make tiles of about 8192 elements (4096 in float32)."""
-    a, b, c, d = (min(64, max(16, triton.next_power_of_2(n))) for n in (*layout1[:2], *layout2[:2]))
-    tokens = max(1, min(8, (16384 // itemsize) // (max(a, b) * c)))
+def tiled_config(layout1: Layout, layout2: Layout, dtype: torch.dtype) -> Tiled:
+    """Blocks of at most 64, for as many tokens at once as make tiles of about 8192 elements.
+
+    Full float32 products are unrolled into registers: their contractions, over all axes but c, are kept short.
+    """
+    exact = dtype is torch.float32 and precision(dtype) != "tf32"
+    most = (32, 32, 64, 32) if exact else (64, 64, 64, 64)
+    sizes = (*layout1[:2], *layout2[:2])
+    a, b, c, d = (min(m, max(16, triton.next_power_of_2(n))) for n, m in zip(sizes, most, strict=True))
+    tokens = max(1, min(8, (2048 if exact else 8192) // (max(a, b) * c)))
     return Tiled(tokens, a, b, c, d, 8, 2)
 
 
@@ -173,7 +179,7 @@ def apply(
     strides = [_strides(x, d), (0, 0, 0) if base is None else _strides(base, c), _strides(out, c)]
     if side1.layout[0] * side1.layout[1] > c * d:
         side1, side2, strides = side2, side1, [_exchanged(s) for s in strides]
-    config = config or tiled_config(side1.layout, side2.layout, x.itemsize)
+    config = config or tiled_config(side1.layout, side2.layout, x.dtype)
     tiles = cdiv(side1.layout[0], config.block_a) * cdiv(side2.layout[0], config.block_c)
     _apply_kernel[(tiles * cdiv(x.shape[0], config.block_t),)](
         x, *side1[:2], *side2[:2], base, out, x.shape[0], scale,
@@ -215,7 +221,7 @@ def _gradient(
     config: Tiled | None,
 ) -> None:
     """Adds side2's gradient to the plan."""
-    config = config or tiled_config(side1.layout, side2.layout, x.itemsize)
+    config = config or tiled_config(side1.layout, side2.layout, x.dtype)
     n_t, (c, d) = x.shape[0], side2.layout[:2]
     tiles = cdiv(c, config.block_c) * cdiv(d, config.block_d)
     steps = cdiv(n_t, config.block_t)
