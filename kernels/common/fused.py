@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache, cached_property
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -66,6 +66,8 @@ class FusedOp:
         self.scalars, self.optional = scalars, optional
         self._compiled = cache(self._compile)
         self._implementation = cache(lambda backend: import_module(f"{package}.{backend}_impl"))
+        # As torch.compile sees the op: opaque, with a fake implementation and a registered backward.
+        self._library = _register(self)
 
     def __call__(self, tensors: Tensors, scalars: Scalars = (), *, base: Tensor | None, backend: str) -> Tensor:
         """Computes the op; raises ValueError or TypeError for bad arguments, UnsupportedCase where `backend` can't."""
@@ -165,11 +167,6 @@ class FusedOp:
             return _finish(self.eager(*tensors, *scalars), base, out_dtype)
 
         return torch.compile(formula, fullgraph=True)
-
-    @cached_property
-    def _library(self) -> Any:
-        """The op as torch.compile sees it: opaque, with a fake implementation and a registered backward."""
-        return _register(self)
 
 
 class _Fused(torch.autograd.Function):
