@@ -112,8 +112,15 @@ def _merge_grad_kernel(
     offs_d = tile % TILES_D * BLOCK_D + tl.arange(0, BLOCK_D)
     mask_c, mask_d = offs_c < C, offs_d < D
     if NEED1:
-        w2 = factor_tile(wa2, wb2, offs_c, offs_d, mask_c, mask_d, LAYOUT2, BLOCK_R2, PRECISION)
-        w2 = w2.to(tl.float32)[:, None, :]
+        if LAYOUT2[2] == 0:
+            # One lane a (c, b, d) as in G, so that the loop does not wait for an exchange between threads.
+            shape: tl.constexpr = (BLOCK_C, BLOCK_B, BLOCK_D)
+            at_w2 = wa2 + offs_c[:, None, None] * LAYOUT2[3] + offs_d[None, None, :] * LAYOUT2[4]
+            mask_w2 = tl.broadcast_to(mask_c[:, None, None] & mask_d[None, None, :], shape)
+            w2 = tl.load(tl.broadcast_to(at_w2, shape), mask=mask_w2, other=0.0)
+        else:
+            w2 = factor_tile(wa2, wb2, offs_c, offs_d, mask_c, mask_d, LAYOUT2, BLOCK_R2, PRECISION)[:, None, :]
+        w2 = w2.to(tl.float32)
     if NEED2:
         # One lane a (c, b, d): b is summed once, after the walk.
         acc = tl.zeros((BLOCK_C, BLOCK_B, BLOCK_D), tl.float32)
