@@ -15,7 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-FAMILIES = ("lora",)
+FAMILIES = ("lora", "lokr")
 
 Dims = Mapping[str, int]
 Inputs = dict[str, Tensor]
