@@ -21,6 +21,11 @@ MAX_INLINE = 16
 MAX_SCALARS = 4
 
 
+def pad(size: int) -> int:
+    """The side of a block's tile: a power of two, of at least the 16 that tensor cores take."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
 def check_size(op: str, backend: str, size: int) -> None:
     """Raises UnsupportedCase for blocks too large for the kernels' tiles."""
     if size > MAX_BLOCK:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.cayley import MAX_INLINE
+from kernels.common.cayley import MAX_INLINE, pad
 
 
 @triton.jit
@@ -22,8 +22,7 @@ def solve_scalars(blocks, factor, S: tl.constexpr):
     system = ()
     for r in tl.static_range(S):
         for c in tl.static_range(S):
-            one: tl.constexpr = 1.0 if r == c else 0.0
-            system = system + (one - factor * (entries[r * S + c] - entries[c * S + r]),)
+            system = system + ((1.0 if r == c else 0.0) - factor * (entries[r * S + c] - entries[c * S + r]),)
         for c in tl.static_range(S):
             system = system + (2.0 * factor * (entries[r * S + c] - entries[c * S + r]),)
     for p in tl.static_range(S):
@@ -228,17 +227,18 @@ def finish_tile(
 
 @triton.jit
 def _finish_kernel(
-    parts, blocks_grad, rescale_grad, delta, rescale, splits, n_k, S: tl.constexpr, P: tl.constexpr,
+    parts, blocks_grad, rescale_grad, delta, rescale, splits, n_k, S: tl.constexpr, P: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
     NEED_BLOCKS: tl.constexpr, NEED_RESCALE: tl.constexpr, HAS_RESCALE: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0)
     n, m, offs, exists = tile_entries(first, n_k, S, 1, P, False)
-    product = tl.zeros((1, P, P), tl.float32)
-    for _ in range(splits):
-        product += tl.load(parts + offs, mask=exists, other=0.0)
-        parts += n_k.to(tl.int64) * (S * S)
+    product = tl.zeros((P, P), tl.float32)
+    for start in range(0, splits, BLOCK_SPLITS):
+        split = start + tl.arange(0, BLOCK_SPLITS)[:, None, None]
+        at = parts + split.to(tl.int64) * n_k * (S * S) + offs
+        product += tl.sum(tl.load(at, mask=exists & (split < splits), other=0.0), axis=0)
     finish_tile(
-        product, blocks_grad, rescale_grad, delta, rescale, first, n_k, S, 1, P,
+        product[None, :, :], blocks_grad, rescale_grad, delta, rescale, first, n_k, S, 1, P,
         NEED_BLOCKS, NEED_RESCALE, HAS_RESCALE,
     )  # fmt: skip
 
@@ -246,9 +246,9 @@ def _finish_kernel(
 def finish(
     parts: Tensor, blocks_grad: Tensor | None, rescale_grad: Tensor | None, delta: Tensor, rescale: Tensor | None
 ) -> None:
-    """The gradients of blocks and rescale from float32 parts[splits, k, s, s], summed in the order of the splits."""
+    """Writes the gradients of blocks and rescale from float32 parts[splits, k, s, s], summed in the order of the splits."""
     splits, count, size, _ = parts.shape
     _finish_kernel[(count,)](
-        parts, blocks_grad, rescale_grad, delta, rescale, splits, count, size, max(16, triton.next_power_of_2(size)),
-        blocks_grad is not None, rescale_grad is not None, rescale is not None, num_warps=1 if size <= 16 else 4,
+        parts, blocks_grad, rescale_grad, delta, rescale, splits, count, size, pad(size), 8 if size <= 16 else 2,
+        blocks_grad is not None, rescale_grad is not None, rescale is not None, num_warps=1 if size <= 16 else 4 if size <= 32 else 8,
     )  # fmt: skip
