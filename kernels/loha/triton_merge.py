@@ -1,4 +1,4 @@
-"""LoHa's merge in Triton.
+"""LoHa's merge in Triton, and the factors' gradients for the bypass through tiles of ΔW.
 
     merge     ΔW[O, I] = scale · P1 ∘ P2,  P1 = up1 @ down1,  P2 = up2 @ down2     both products in registers
       backward  G1 = G ∘ P2, G2 = G ∘ P1:  grad_up1 = scale · G1 @ down1ᵀ, grad_down1 = scale · up1ᵀ @ G1, 2 likewise
@@ -114,14 +114,36 @@ def store_down(acc, down_parts, part, offs_r, n_r, rows_i, mask_i, n_i):
 
 
 @triton.jit
-def _merge_backward_kernel(
-    g, up1, down1, up2, down2, up_parts, down_parts, n_o, n_i, n_r, span, stride_go,
+def _token_tile(
+    g, x, rows_o, mask_o, rows_i, mask_i, n_t, stride_gt, stride_xt,
+    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The tile gᵀ @ x of ΔW's gradient, summed over all tokens."""
+    acc = tl.zeros((BLOCK_O, BLOCK_I), tl.float32)
+    for t in range(0, n_t, BLOCK_T):
+        offs_t = t + tl.arange(0, BLOCK_T)
+        mask_t = offs_t < n_t
+        rows_t = offs_t.to(tl.int64)
+        mask = mask_o[:, None] & mask_t[None, :]
+        left = tl.load(g + rows_t[None, :] * stride_gt + rows_o[:, None], mask=mask, other=0.0)
+        mask = mask_t[:, None] & mask_i[None, :]
+        right = tl.load(x + rows_t[:, None] * stride_xt + rows_i[None, :], mask=mask, other=0.0)
+        acc = tl.dot(left, right, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _factor_backward_kernel(
+    g, x, up1, down1, up2, down2, up_parts, down_parts, n_t, n_o, n_i, n_r, span, stride_g, stride_xt,
     stride_u1o, stride_u1r, stride_d1r, stride_d1i, stride_u2o, stride_u2r, stride_d2r, stride_d2i,
-    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, HAS_X: tl.constexpr,
     NEED_UP1: tl.constexpr, NEED_DOWN1: tl.constexpr, NEED_UP2: tl.constexpr, NEED_DOWN2: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """up_parts[strip, 1 and 2, O, R] and down_parts[span, 1 and 2, R, I], those that are needed, with g read once."""
+    """up_parts[strip, 1 and 2, O, R] and down_parts[span, 1 and 2, R, I], those that are needed.
+
+    ΔW's gradient is g[O, I], read once, or, with x, g[T, O]ᵀ @ x[T, I], made tile by tile and not stored.
+    """
     pid_i, pid_s = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     rows_i = pid_i * BLOCK_I + tl.arange(0, BLOCK_I)
     offs_r = tl.arange(0, BLOCK_R)
@@ -138,8 +160,13 @@ def _merge_backward_kernel(
         offs_o = o + tl.arange(0, BLOCK_O)
         mask_o = offs_o < stop
         rows_o = offs_o.to(tl.int64)
-        mask = mask_o[:, None] & mask_i[None, :]
-        tile = tl.load(g + rows_o[:, None] * stride_go + rows_i[None, :], mask=mask, other=0.0)
+        if HAS_X:
+            tile = _token_tile(
+                g, x, rows_o, mask_o, rows_i, mask_i, n_t, stride_g, stride_xt, BLOCK_O, BLOCK_I, BLOCK_T, PRECISION
+            )
+        else:
+            mask = mask_o[:, None] & mask_i[None, :]
+            tile = tl.load(g + rows_o[:, None] * stride_g + rows_i[None, :], mask=mask, other=0.0)
         u1 = load_up(up1, rows_o, mask_o, offs_r, n_r, stride_u1o, stride_u1r)
         u2 = load_up(up2, rows_o, mask_o, offs_r, n_r, stride_u2o, stride_u2r)
         if NEED_UP1 or NEED_DOWN1:
@@ -238,8 +265,21 @@ def merge_backward(
     config: MergeBackward | None = None,
 ) -> tuple[Tensor | None, ...]:
     """(grad_up1[O, R], grad_down1[R, I], grad_up2[O, R], grad_down2[R, I])."""
+    return factor_backward("loha", rows(grad), None, (up1, down1, up2, down2), scale, needs, config)
+
+
+def factor_backward(
+    op: str,
+    g: Tensor,
+    x: Tensor | None,
+    factors: tuple[Tensor, Tensor, Tensor, Tensor],
+    scale: float,
+    needs: tuple[bool, ...],
+    config: MergeBackward | None,
+) -> tuple[Tensor | None, ...]:
+    """The factors' gradients from that of ΔW, which is g[O, I] or, with x, g[T, O]ᵀ @ x[T, I]."""
+    up1, down1, up2, down2 = factors
     need_up1, need_down1, need_up2, need_down2 = needs
-    g = rows(grad)
     (n_o, n_r), n_i = up1.shape, down1.shape[1]
     config = config or merge_backward_config(n_o, n_i, n_r, g.dtype, sm_count(g.device))
     strips, spans = cdiv(n_i, config.block_i), cdiv(n_o, config.span)
@@ -247,11 +287,12 @@ def merge_backward(
     downs, grad_down1, grad_down2 = new_grads(down1, down2, (need_down1, need_down2))
     up_parts = None if ups is None else g.new_empty((strips, *ups.shape), dtype=torch.float32)
     down_parts = None if downs is None else g.new_empty((spans, *downs.shape), dtype=torch.float32)
-    _merge_backward_kernel[(strips, spans)](
-        g, up1, down1, up2, down2, up_parts, down_parts, n_o, n_i, n_r, config.span, g.stride(0),
+    _factor_backward_kernel[(strips, spans)](
+        g, x, up1, down1, up2, down2, up_parts, down_parts, g.shape[0], n_o, n_i, n_r, config.span,
+        g.stride(0), 0 if x is None else x.stride(0),
         *up1.stride(), *down1.stride(), *up2.stride(), *down2.stride(),
-        config.block_o, config.block_i, rank_block("loha", n_r), *needs, precision(g.dtype),
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        config.block_o, config.block_i, rank_block(op, n_r), 32 if g.dtype is torch.float32 else 64, x is not None,
+        *needs, precision(g.dtype), num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     reduce_partials((up_parts, down_parts), (ups, downs), scale, (False, False))
     return grad_up1, grad_down1, grad_up2, grad_down2
