@@ -9,7 +9,7 @@ from torch import Tensor
 
 # The kernel may be off by at most twice PyTorch's own error in the same dtype, plus this many ULP of the
 # reference's RMS (where PyTorch happens to round to the exact value).
-FLOOR_ULP = 2.0
+FLOOR_ULP = 4.0
 
 
 def run(call: Callable[..., Tensor], inputs: dict[str, Tensor], grad: Tensor | None, needs: set[str]) -> dict[str, Tensor]:

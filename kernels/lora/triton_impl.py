@@ -24,15 +24,30 @@ from kernels.common.triton_ops import precision, reduce_partials, to_operand
 from kernels.common.views import cdiv, rows, sm_count
 
 MAX_RANK = 256
+# From here on summing h's partials once costs less than each column strip of programs summing them again.
+REDUCE_H_FROM = 2048
 
 
 @dataclass(frozen=True)
 class Merge:
-    """Launch of the merge: the tile of ΔW that a program writes."""
+    """Launch of the merge: a program writes `steps` tiles of ΔW, one below the other."""
 
     block_o: int
     block_i: int
+    steps: int
     num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Launch of the merge's backward on small G: row programs of `block_m`, column programs of `block_n`."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
 
 
 @dataclass(frozen=True)
@@ -70,27 +85,89 @@ class Up:
 def _merge_kernel(
     up, down, base, out, n_o, n_i, n_r, scale,
     stride_uo, stride_ur, stride_dr, stride_di, stride_bo,
-    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr, STEPS: tl.constexpr,
     HAS_BASE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """A program keeps its tile of `down` and walks STEPS tiles down a strip of ΔW."""
     pid = tl.program_id(0)
     tiles_i = tl.cdiv(n_i, BLOCK_I)
-    offs_o = (pid // tiles_i) * BLOCK_O + tl.arange(0, BLOCK_O)
     offs_i = (pid % tiles_i) * BLOCK_I + tl.arange(0, BLOCK_I)
     offs_r = tl.arange(0, BLOCK_R)
-    mask_o, mask_i, mask_r = offs_o < n_o, offs_i < n_i, offs_r < n_r
-    rows_o = offs_o.to(tl.int64)[:, None]
-    u = tl.load(up + rows_o * stride_uo + offs_r[None, :] * stride_ur, mask=mask_o[:, None] & mask_r[None, :], other=0.0)
+    mask_i, mask_r = offs_i < n_i, offs_r < n_r
     d = tl.load(
         down + offs_r.to(tl.int64)[:, None] * stride_dr + offs_i[None, :] * stride_di,
         mask=mask_r[:, None] & mask_i[None, :],
         other=0.0,
     )
-    mask = mask_o[:, None] & mask_i[None, :]
-    value = tl.dot(u, d, input_precision=PRECISION) * scale
-    if HAS_BASE:
-        value += tl.load(base + rows_o * stride_bo + offs_i[None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + rows_o * n_i + offs_i[None, :], value.to(out.dtype.element_ty), mask=mask)
+    start = (pid // tiles_i) * BLOCK_O * STEPS
+    for step in range(STEPS):
+        offs_o = start + step * BLOCK_O + tl.arange(0, BLOCK_O)
+        mask_o = offs_o < n_o
+        rows_o = offs_o.to(tl.int64)[:, None]
+        u = tl.load(
+            up + rows_o * stride_uo + offs_r[None, :] * stride_ur, mask=mask_o[:, None] & mask_r[None, :], other=0.0
+        )
+        mask = mask_o[:, None] & mask_i[None, :]
+        value = tl.dot(u, d, input_precision=PRECISION) * scale
+        if HAS_BASE:
+            value += tl.load(base + rows_o * stride_bo + offs_i[None, :], mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + rows_o * n_i + offs_i[None, :], value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _pair_kernel(
+    g, right, left, out_right, out_left, n_m, n_n, n_r, scale, programs_right,
+    stride_gm, stride_rn, stride_rr, stride_lm, stride_lr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out_right[M, R] = scale · G @ right and out_left[R, N] = scale · leftᵀ @ G, whole sums in one launch.
+
+    The first programs walk rows of G and the others columns, so G is read twice, the second time from L2.
+    """
+    pid = tl.program_id(0)
+    offs_r = tl.arange(0, BLOCK_R)
+    mask_r = offs_r < n_r
+    if pid < programs_right:
+        offs_m = pid * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask_m = offs_m < n_m
+        rows_m = offs_m.to(tl.int64)[:, None]
+        sums = _down_rows(
+            g, right, rows_m, mask_m, offs_r, mask_r, 0, n_n, stride_gm, stride_rr, stride_rn,
+            BLOCK_M, BLOCK_K, BLOCK_R, PRECISION,
+        )  # fmt: skip
+        at = out_right + rows_m * n_r + offs_r[None, :]
+        tl.store(at, (sums * scale).to(out_right.dtype.element_ty), mask=mask_m[:, None] & mask_r[None, :])
+    else:
+        offs_n = (pid - programs_right) * BLOCK_N + tl.arange(0, BLOCK_N)
+        _pair_columns(
+            g, left, out_left, offs_n, offs_r, mask_r, n_m, n_n, scale, stride_gm, stride_lm, stride_lr,
+            BLOCK_N, BLOCK_K, BLOCK_R, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _pair_columns(
+    g, left, out, offs_n, offs_r, mask_r, n_m, n_n, scale, stride_gm, stride_lm, stride_lr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out[:, offs_n] = scale · leftᵀ @ G[:, offs_n]."""
+    mask_n = offs_n < n_n
+    acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+    for m in range(0, n_m, BLOCK_K):
+        offs_m = m + tl.arange(0, BLOCK_K)
+        mask_m = offs_m < n_m
+        rows_m = offs_m.to(tl.int64)
+        l = tl.load(
+            left + rows_m[None, :] * stride_lm + offs_r[:, None] * stride_lr,
+            mask=mask_r[:, None] & mask_m[None, :],
+            other=0.0,
+        )
+        tile = tl.load(
+            g + rows_m[:, None] * stride_gm + offs_n[None, :], mask=mask_m[:, None] & mask_n[None, :], other=0.0
+        )
+        acc = tl.dot(l, tile, acc, input_precision=PRECISION)
+    at = out + offs_r.to(tl.int64)[:, None] * n_n + offs_n[None, :]
+    tl.store(at, (acc * scale).to(out.dtype.element_ty), mask=mask_r[:, None] & mask_n[None, :])
 
 
 @triton.jit
@@ -178,13 +255,13 @@ def _down_rows(
 
 
 @triton.jit
-def _sum_parts(parts, splits, n_t, n_r, rows_t, offs_r, mask, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Σ_s parts[s, rows, :] in the order of s."""
-    acc = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
+def _sum_parts(parts, n_t, n_r, rows_t, offs_r, mask, SPLITS: tl.constexpr):
+    """Σ_s parts[s, rows, :] in the order of s; unrolled, so that all loads are in flight at once."""
     at = parts + rows_t * n_r + offs_r[None, :]
-    for _ in range(splits):
-        acc += tl.load(at, mask=mask, other=0.0)
+    acc = tl.load(at, mask=mask, other=0.0)
+    for _ in tl.static_range(SPLITS - 1):
         at += n_t * n_r
+        acc += tl.load(at, mask=mask, other=0.0)
     return acc
 
 
@@ -209,8 +286,8 @@ def _up_tile(
 
 @triton.jit
 def _up_kernel(
-    parts, up, base, out, z, splits, n_t, n_o, n_r, scale, stride_uo, stride_ur, stride_bt,
-    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr,
+    parts, up, base, out, z, n_t, n_o, n_r, scale, stride_uo, stride_ur, stride_bt,
+    SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr,
     HAS_BASE: tl.constexpr, SAVE_Z: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y = scale · (Σ_s parts[s]) @ upᵀ + base; the first column of programs also writes z = Σ_s parts[s]."""
@@ -221,7 +298,7 @@ def _up_kernel(
     mask_t, mask_r = offs_t < n_t, offs_r < n_r
     rows_t = offs_t.to(tl.int64)[:, None]
     mask_tr = mask_t[:, None] & mask_r[None, :]
-    acc = _sum_parts(parts, splits, n_t, n_r, rows_t, offs_r, mask_tr, BLOCK_T, BLOCK_R)
+    acc = _sum_parts(parts, n_t, n_r, rows_t, offs_r, mask_tr, SPLITS)
     if SAVE_Z:
         if pid_o == 0:
             tl.store(z + rows_t * n_r + offs_r[None, :], acc, mask=mask_tr)
@@ -260,8 +337,8 @@ def _fused_kernel(
 
 @triton.jit
 def _down_backward_kernel(
-    h_parts, x, down, grad_x, down_parts, splits, n_t, n_i, n_r, span, scale, stride_xt, stride_dr, stride_di,
-    BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
+    h_parts, x, down, grad_x, down_parts, n_t, n_i, n_r, span, scale, stride_xt, stride_dr, stride_di,
+    SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
     NEED_X: tl.constexpr, NEED_DOWN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """grad_x = scale · h @ down and down_parts[t, R, I] = h[t]ᵀ @ x[t], with h = Σ_s h_parts[s] and x read once."""
@@ -286,9 +363,7 @@ def _down_backward_kernel(
         mask = mask_t[:, None] & mask_i[None, :]
         if NEED_DOWN:
             tile = tl.load(x + rows_t * stride_xt + offs_i[None, :], mask=mask, other=0.0)
-        h = _sum_parts(
-            h_parts, splits, n_t, n_r, rows_t, offs_r, mask_t[:, None] & mask_r[None, :], BLOCK_T, BLOCK_R
-        )
+        h = _sum_parts(h_parts, n_t, n_r, rows_t, offs_r, mask_t[:, None] & mask_r[None, :], SPLITS)
         operand, factor = to_operand(h, dtype)
         if NEED_X:
             value = tl.dot(operand, d, input_precision=PRECISION) * (factor * scale)
@@ -303,10 +378,17 @@ def _down_backward_kernel(
 def merge_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, sms: int) -> Merge:
     """The merge's tile: large where ΔW fills the SMs many times over, small where it does not."""
     if dtype is torch.float32 or n_r > 64:
-        return Merge(32, 64, 4)
+        return Merge(32, 64, 1, 4, 2)
     if cdiv(n_o, 64) * cdiv(n_i, 128) >= 4 * sms:
-        return Merge(64, 128, 4)
-    return Merge(32, 64, 4)
+        return Merge(32, 128, 1, 4, 2) if n_r <= 16 else Merge(64, 128, 1, 8, 2)
+    return Merge(32, 64, 1, 4, 2)
+
+
+def merge_backward_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, sms: int) -> Dual | Pair:
+    """One launch that reads G twice where G is small, one pass and a reduction where it is not."""
+    if n_o * n_i <= 1 << 21 and dtype is not torch.float32 and n_r <= 64:
+        return Pair(16, 32, 128, 4, 4)
+    return dual_config(n_o, n_i, n_r, dtype, sms)
 
 
 def dual_config(n_m: int, n_n: int, n_r: int, dtype: torch.dtype, sms: int) -> Dual:
@@ -361,10 +443,10 @@ def merge_forward(
     config = config or merge_config(n_o, n_i, n_r, up.dtype, sm_count(up.device))
     out = torch.empty((n_o, n_i), dtype=out_dtype, device=up.device)
     bias = None if base is None else rows(base)
-    _merge_kernel[(cdiv(n_o, config.block_o) * cdiv(n_i, config.block_i),)](
+    _merge_kernel[(cdiv(n_o, config.block_o * config.steps) * cdiv(n_i, config.block_i),)](
         up, down, bias, out, n_o, n_i, n_r, scale, *up.stride(), *down.stride(), 0 if bias is None else bias.stride(0),
-        config.block_o, config.block_i, _rank_block("lora", n_r), bias is not None, precision(up.dtype),
-        num_warps=config.num_warps,
+        config.block_o, config.block_i, _rank_block("lora", n_r), config.steps, bias is not None, precision(up.dtype),
+        num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out, ()
 
@@ -377,14 +459,27 @@ def merge_backward(
     *,
     saved: tuple[Tensor, ...],
     needs: tuple[bool, ...],
-    config: Dual | None = None,
+    config: Dual | Pair | None = None,
 ) -> tuple[Tensor | None, ...]:
     """(grad_up[O, R], grad_down[R, I])."""
     need_up, need_down = needs
-    right_parts, left_parts = dual("lora", rows(grad), down.T, up, need_up, need_down, config)
+    g = rows(grad)
+    (n_o, n_i), n_r = g.shape, up.shape[1]
+    config = config or merge_backward_config(n_o, n_i, n_r, up.dtype, sm_count(up.device))
     grad_up = torch.empty(up.shape, dtype=up.dtype, device=up.device) if need_up else None
     grad_down = torch.empty(down.shape, dtype=down.dtype, device=down.device) if need_down else None
-    reduce_partials((right_parts, left_parts), (grad_up, grad_down), scale, (False, False))
+    if isinstance(config, Pair):
+        programs = cdiv(n_o, config.block_m) if need_up else 0
+        total = programs + (cdiv(n_i, config.block_n) if need_down else 0)
+        _pair_kernel[(total,)](
+            g, down, up, grad_up, grad_down, n_o, n_i, n_r, scale, programs,
+            g.stride(0), down.stride(1), down.stride(0), *up.stride(),
+            config.block_m, config.block_n, config.block_k, _rank_block("lora", n_r), precision(up.dtype),
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+        return grad_up, grad_down
+    right_parts, left_parts = dual("lora", g, down.T, up, need_up, need_down, config)
+    reduce_partials((right_parts, left_parts), (grad_up, grad_down), (scale, scale), (False, False))
     return grad_up, grad_down
 
 
@@ -447,8 +542,8 @@ def bypass_forward(
         first.block_t, first.block_i, block_r, dot, num_warps=first.num_warps, num_stages=first.num_stages,
     )  # fmt: skip
     _up_kernel[(cdiv(n_o, second.block_o), cdiv(n_t, second.block_t))](
-        parts, up, bias, out, z, splits, n_t, n_o, n_r, scale, *up.stride(), stride_b,
-        second.block_t, second.block_o, block_r, bias is not None, z is not None and not single, dot,
+        parts, up, bias, out, z, n_t, n_o, n_r, scale, *up.stride(), stride_b,
+        splits, second.block_t, second.block_o, block_r, bias is not None, z is not None and not single, dot,
         num_warps=second.num_warps,
     )  # fmt: skip
     return out, () if z is None else (z,)
@@ -476,15 +571,19 @@ def bypass_backward(
     grad_up = torch.empty(up.shape, dtype=up.dtype, device=up.device) if need_up else None
     grad_down = torch.empty(down.shape, dtype=down.dtype, device=down.device) if need_down else None
     down_parts = None
+    if h_parts is not None and h_parts.shape[0] > 1 and (n_t >= REDUCE_H_FROM or h_parts.shape[0] > 32):
+        h = h_parts.new_empty((1, n_t, n_r))
+        reduce_partials((h_parts, up_parts), (h, grad_up), (1.0, scale), (False, True))
+        h_parts, up_parts = h, None
     if h_parts is not None:
         launch = config[1] or dual_config(n_t, n_i, n_r, x.dtype, sm_count(x.device))
         spans = cdiv(n_t, launch.span)
         down_parts = x.new_empty((spans, n_r, n_i), dtype=torch.float32) if need_down else None
         _down_backward_kernel[(cdiv(n_i, launch.block_n), spans)](
-            h_parts, flat, down, grad_x, down_parts, h_parts.shape[0], n_t, n_i, n_r, launch.span, scale,
+            h_parts, flat, down, grad_x, down_parts, n_t, n_i, n_r, launch.span, scale,
             flat.stride(0), *down.stride(),
-            launch.block_m, launch.block_n, _rank_block("lora_bypass", n_r), need_x, need_down, precision(x.dtype),
+            h_parts.shape[0], launch.block_m, launch.block_n, _rank_block("lora_bypass", n_r), need_x, need_down, precision(x.dtype),
             num_warps=launch.num_warps, num_stages=launch.num_stages,
         )  # fmt: skip
-    reduce_partials((up_parts, down_parts), (grad_up, grad_down), scale, (True, False))
+    reduce_partials((up_parts, down_parts), (grad_up, grad_down), (scale, scale), (True, False))
     return grad_x, grad_up, grad_down
