@@ -294,5 +294,5 @@ def factor_backward(
         config.block_o, config.block_i, rank_block(op, n_r), 32 if g.dtype is torch.float32 else 64, x is not None,
         *needs, precision(g.dtype), num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    reduce_partials((up_parts, down_parts), (ups, downs), scale, (False, False))
+    reduce_partials((up_parts, down_parts), (ups, downs), (scale, scale), (False, False))
     return grad_up1, grad_down1, grad_up2, grad_down2

@@ -216,5 +216,5 @@ def backward(
         launch.block_t, launch.block_n, pair_rank(n_r), *needs, precision(x.dtype),
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
-    reduce_partials((up_parts, down_parts), (ups, downs), scale, (False, False))
+    reduce_partials((up_parts, down_parts), (ups, downs), (scale, scale), (False, False))
     return grad_up1, grad_down1, grad_up2, grad_down2
