@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels.common.errors import UnsupportedCase
 from kernels.common.triton_ops import precision, reduce_partials, to_operand
 from kernels.common.views import cdiv, rows, sm_count
+from kernels.loha.grads import new_grads
 
 MAX_RANK = 128
 
@@ -240,16 +241,6 @@ def merge_forward(
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out, ()
-
-
-def new_grads(first: Tensor, second: Tensor, needs: tuple[bool, bool]) -> tuple[Tensor | None, ...]:
-    """(both, first's, second's): room for the gradients of two equal shapes, those asked for, one after the other."""
-    count = sum(needs)
-    if not count:
-        return None, None, None
-    both = torch.empty((count, *first.shape), dtype=first.dtype, device=first.device)
-    views = iter(both)
-    return both.view(-1, first.shape[1]), *(next(views) if need else None for need in needs)
 
 
 def merge_backward(

@@ -10,8 +10,8 @@ from torch import Tensor
 from kernels.common.triton_ops import precision, reduce_partials
 from kernels.common.views import cdiv, sm_count
 from kernels.loha import triton_pairs as kernels
+from kernels.loha.grads import new_grads
 from kernels.loha.pairs import pair_rank
-from kernels.loha.triton_merge import new_grads
 
 
 @dataclass(frozen=True)
