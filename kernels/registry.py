@@ -15,7 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-FAMILIES = ("lora", "lokr")
+FAMILIES = ("lora", "loha", "lokr", "oft")
 
 Dims = Mapping[str, int]
 Inputs = dict[str, Tensor]
