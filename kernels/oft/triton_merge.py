@@ -252,7 +252,8 @@ def merge_config(n_k: int, size: int, n_i: int, dtype: torch.dtype, sms: int, *,
     spans = min(tiles, max(1, cdiv(3 * sms, n_k)))
     if backward:
         return Columns(block_i, 4, steps=cdiv(tiles, spans))
-    return Columns(block_i, 4, tiles=min(cdiv(tiles, spans), 5))
+    # Programs past one an SM find D solved: they can be short.
+    return Columns(block_i, 4, tiles=1 if n_k * tiles > sms else min(cdiv(tiles, spans), 5))
 
 
 def merge_forward(
@@ -285,7 +286,7 @@ def merge_forward(
             *operands, size, config.block_i, config.tiles, *flags, bool(saved), num_warps=config.num_warps
         )
         return out, saved
-    inline = solve(blocks, delta, shrink)
+    inline = solve(blocks, delta, shrink, grid[0] * grid[1], sm_count(weight.device))
     _dots_kernel[grid](
         *operands, size, pad(size), config.block_i, config.tiles, *flags, inline, precision(w.dtype),
         num_warps=config.num_warps,
