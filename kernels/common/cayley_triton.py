@@ -128,9 +128,7 @@ def solve(blocks: Tensor, delta: Tensor, shrink: Tensor | None) -> bool:
     if size <= MAX_INLINE:
         return True
     width = triton.next_power_of_2(size)
-    _solve_kernel[(count,)](
-        blocks, delta, shrink, size, width, shrink is not None, num_warps=4 if width <= 32 else 8
-    )
+    _solve_kernel[(count,)](blocks, delta, shrink, size, width, shrink is not None, num_warps=4 if width <= 32 else 8)
     return False
 
 

@@ -53,7 +53,7 @@ OPS = (
         cases=tuple(Case(f"dit_qkv_t{t}", {"O": _O, "I": _I, "R": 16, "T": t}) for t in TOKENS),
         quick=Case("quick", {"O": 1280, "I": 1280, "R": 16, "T": 512}),
         tiny=Case("tiny", {"O": 48, "I": 80, "R": 4, "T": 24}),
-        odd=tuple(Case(f"r{r}_t{t}", {"O": o, "I": i, "R": r, "T": t}) for (o, i, r), t in zip(_ODD, _ODD_TOKENS)),
+        odd=tuple(Case(f"r{r}_t{t}", {"O": o, "I": i, "R": r, "T": t}) for (o, i, r), t in zip(_ODD, _ODD_TOKENS, strict=True)),
         kwargs={"scale": _SCALE},
         fan_in=lambda d: {"down": d["I"], "up": d["R"]},
     ),
