@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fakes import STAMP, made_row, toy_op
+from fakes import CEILINGS, STAMP, made_row, toy_op
 
-from harness import record, sweeper
+from harness import load_or_sweep, record, sweeper
 from harness.measure import DeadContext
 from harness.record import ForeignGpu, TruncatedRecord
 from harness.sweeper import Selection, fill, missing, resume
@@ -133,3 +133,30 @@ def test_truncated_record_stops_the_sweep(tmp_path):
 def test_no_gpu_says_what_is_needed():
     with pytest.raises(sweeper.NoGpu, match=r"needs an NVIDIA GPU.*record"):
         sweeper.sweep()
+
+
+def test_ceilings_are_measured_first_and_kept_for_a_resumed_sweep(tmp_path, monkeypatch):
+    measured = iter((CEILINGS, {**CEILINGS, "copy_gbps": 1.0}))
+    monkeypatch.setattr(sweeper.stamp, "environment", lambda: dict(STAMP))
+    monkeypatch.setattr(sweeper.limits, "measure", lambda *args: (next(measured), [{"kind": "copy"}]))
+
+    def ceilings(resumed):
+        return sweeper._ceilings(tmp_path, None, None, resumed=resumed, echo=lambda text: None)
+
+    assert ceilings(resumed=False) == CEILINGS
+    assert ceilings(resumed=True) == CEILINGS
+    assert record.load(tmp_path / "ceilings.json").meta["ceilings"] == CEILINGS
+    assert ceilings(resumed=False)["copy_gbps"] == 1.0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_load_or_sweep_without_a_gpu(tmp_path, monkeypatch):
+    """The committed run, and in one line whose card it is; a clear error where there is none."""
+    monkeypatch.setattr(sweeper.stamp, "DATA", tmp_path)
+    with pytest.raises(FileNotFoundError, match="no recorded run of toy under data/, and no GPU"):
+        load_or_sweep("toy")
+    run(tmp_path / "nvidia-test" / "toy.json", Measurer())
+    record.Record(dict(STAMP)).save(tmp_path / "nvidia-test" / "ceilings.json")
+    said = []
+    assert len(load_or_sweep("toy", echo=said.append).rows) == 8
+    assert said == ["toy: 8 rows recorded on NVIDIA Test, 2026-01-02"]
