@@ -17,7 +17,11 @@ MIN_FLUSH_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class Delimiters:
-    """`flush` evicts the L2 cache by overwriting a buffer that is larger; `marker` does nothing of note."""
+    """`flush` evicts the L2 cache with a buffer that is larger; `marker` does nothing of note.
+
+    Triton's flush only reads, so that the call starts with a clean cache: after one that writes, the call also pays
+    for writing back an L2 full of the flush's lines (a 100 MB read: 40.9 µs against 34.4 µs on an H200).
+    """
 
     flush: Callable[[], object]
     marker: Callable[[], object]

@@ -14,9 +14,12 @@ BLOCK = 4096
 
 
 @triton.jit
-def harness_flush_l2(out_ptr, n, BLOCK: tl.constexpr):
+def harness_flush_l2(buffer_ptr, n, BLOCK: tl.constexpr):
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out_ptr + offs, tl.zeros([BLOCK], tl.int32), mask=offs < n)
+    total = tl.sum(tl.load(buffer_ptr + offs, mask=offs < n, other=0))
+    # The buffer holds zeros, so nothing is stored, but the loads can't be left out.
+    if total != 0:
+        tl.store(buffer_ptr, total)
 
 
 @triton.jit
@@ -56,7 +59,7 @@ def _grid(n: int) -> tuple[int]:
 
 
 def flush(buffer: Tensor) -> None:
-    """Overwrites the int32 buffer."""
+    """Reads the int32 buffer of zeros: a flush that wrote would leave an L2 full of lines to write back."""
     harness_flush_l2[_grid(buffer.numel())](buffer, buffer.numel(), BLOCK=BLOCK, num_warps=8)
 
 

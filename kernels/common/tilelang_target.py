@@ -41,8 +41,14 @@ from kernels.common.errors import UnsupportedCase
 
 ALIGNMENT = 16
 Kernel = Callable[..., Any]
+Size = int | None
 
-_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+_DTYPES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
 _kernels: dict[tuple[Any, ...], Kernel] = {}
 _building = RLock()
 
@@ -67,6 +73,10 @@ class Dsl:
         self.target = target
         self.cpu = target.cpu
 
+    def size(self, name: str, value: Size) -> Any:
+        """An axis: the constant `value`, or for None a size known at run time only (see `sizes`)."""
+        return self.T.dynamic(name) if value is None else value
+
     def shared(self, shape: tuple[int, ...], dtype: str) -> Any:
         """A tile that every thread of a block sees: shared memory, or an array on the CPU."""
         return self.T.alloc_local(shape, dtype) if self.cpu else self.T.alloc_shared(shape, dtype)
@@ -86,12 +96,14 @@ class Dsl:
     def gemm(self, a: Any, b: Any, c: Any, transpose_a: bool = False, transpose_b: bool = False) -> Any:
         """c += a @ b, either operand transposed, accumulated in c's float32.
 
-        a and b lie in shared memory and c in registers. 16-bit operands use tensor cores (each side of the product a
+        a and b lie in shared memory, whole or as a range of rows, and c in registers. 16-bit operands use tensor cores (each side of the product a
         multiple of 16); float32 ones are multiplied in full float32 unless the target allows TF32.
         """
-        if self.cpu or a.dtype != "float32" or self.target.tf32:
+        (a_tile, a_row, rows), (b_tile, b_row, _) = _row_range(a), _row_range(b)
+        if self.cpu or a_tile.dtype != "float32" or self.target.tf32:
             return self.T.gemm(a, b, c, transpose_A=transpose_a, transpose_B=transpose_b)
-        return self._products(a, b, c, transpose_a, transpose_b)
+        steps = rows if transpose_a else a_tile.shape[1]
+        return self._products(a_tile, a_row, b_tile, b_row, c, steps, transpose_a, transpose_b)
 
     def reduce_sum(self, source: Any, out: Any, dim: int) -> Any:
         """out = the sums of a 2-D register tile over axis `dim`, in the tile's own dtype."""
@@ -106,17 +118,21 @@ class Dsl:
             return self._serial_reduce(kind, source, out, dim % 2)
         return getattr(self.T, f"reduce_{kind}")(source, out, dim=dim)
 
+    def passes(self, names: tuple[str, ...]) -> dict[str, bool]:
+        """The pass configuration that switches these TileLang passes on ("disable_wgmma", ...), for T.annotate_pass_configs."""
+        return {} if self.cpu else {f"tl.{name}": True for name in names}
+
     @cached_property
     def _products(self) -> Any:
         """Float32 products on CUDA cores: an outer product per step of the contraction."""
         T = self.T
 
         @T.macro
-        def products(a, b, c, transpose_a, transpose_b):  # type: ignore[no-untyped-def]
-            for k in T.serial(a.shape[0] if transpose_a else a.shape[1]):
+        def products(a, a_row, b, b_row, c, steps, transpose_a, transpose_b):  # type: ignore[no-untyped-def]
+            for k in T.serial(steps):
                 for i, j in T.Parallel(c.shape[0], c.shape[1]):
-                    left = a[k, i] if transpose_a else a[i, k]
-                    right = b[j, k] if transpose_b else b[k, j]
+                    left = a[a_row + k, i] if transpose_a else a[a_row + i, k]
+                    right = b[b_row + j, k] if transpose_b else b[b_row + k, j]
                     c[i, j] += left * right
 
         return products
@@ -138,6 +154,13 @@ class Dsl:
                         out[kept] = T.max(out[kept], value)
 
         return serial_reduce
+
+
+def _row_range(operand: Any) -> tuple[Any, Any, Any]:
+    """A tile, or a range of its rows, as (tile, first row, number of rows)."""
+    if hasattr(operand, "region"):
+        return operand.buffer, operand.region[0].min, operand.region[0].extent
+    return operand, 0, operand.shape[0]
 
 
 @cache
@@ -177,6 +200,11 @@ def _target(device: torch.device, dtype: torch.dtype, tf32: bool) -> Target:
     if major < 8:
         raise UnsupportedCase(f"tilelang kernels are built for compute capability 8.0 or newer, not {major}.{minor}")
     return Target(f"sm_{major}{minor}{'a' if major >= 9 else ''}", tf32)
+
+
+def sizes(target: Target, **values: int) -> dict[str, Size]:
+    """Axis sizes as constants of a CUDA kernel, which buys wide accesses; None on the CPU, where one build serves them all."""
+    return dict.fromkeys(values) if target.cpu else dict(values)
 
 
 def build(factory: Callable[..., Any], target: Target, **constants: Any) -> Kernel:
