@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import nbformat
 import pytest
 
 from harness import report
@@ -64,7 +65,17 @@ class Lab:
     folder: Path
 
     def open(self, notebook: str) -> str:
-        return f"{self.url}/lab/tree/{notebook}?token={self.token}&reset"
+        return f"{self.url}/lab/tree/{notebook}?token={self.token}"
+
+    def wait_for_kernel(self, seconds: float = 90) -> None:
+        """Until a page is connected to an idle kernel: one that still starts would ask which kernel to run."""
+        stop = time.monotonic() + seconds
+        while time.monotonic() < stop:
+            with urllib.request.urlopen(f"{self.url}/api/kernels?token={self.token}", timeout=10) as answer:
+                if any(kernel["execution_state"] == "idle" and kernel["connections"] for kernel in json.load(answer)):
+                    return
+            time.sleep(0.5)
+        pytest.fail("no kernel became idle")
 
 
 @pytest.fixture(scope="session")
@@ -72,11 +83,22 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """JupyterLab on a free port, with settings, workspaces and runtime files of its own, over copied notebooks."""
     home = tmp_path_factory.mktemp("jupyter")
     folder = home / "notebooks"
-    shutil.copytree(report.NOTEBOOKS, folder, ignore=shutil.ignore_patterns(".*"))
-    tracker = home / "settings/@jupyterlab/notebook-extension"
-    tracker.mkdir(parents=True)
-    # Else a cell outside the window has no element to look at.
-    (tracker / "tracker.jupyterlab-settings").write_text(json.dumps({"windowingMode": "none"}))
+    folder.mkdir()
+    for path in report.sources():
+        notebook = nbformat.read(path, as_version=4)
+        for cell in notebook.cells:
+            if cell.cell_type == "code":  # so that what a test sees was made by its own run
+                cell.outputs, cell.execution_count = [], None
+        nbformat.write(notebook, folder / path.name)
+    settings = {
+        # Else a cell outside the window has no element to look at.
+        "notebook-extension/tracker": {"windowingMode": "none"},
+        "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+    }
+    for name, chosen in settings.items():
+        path = home / f"settings/@jupyterlab/{name}.jupyterlab-settings"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(chosen))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
