@@ -80,7 +80,9 @@ def backward_config(
 def rank_block(op: str, n_r: int) -> int:
     """The rank's tile; raises UnsupportedCase above MAX_RANK."""
     if n_r > MAX_RANK:
-        raise UnsupportedCase(f"{op}: rank {n_r} is above {MAX_RANK}, the most that the TileLang kernels hold in a tile")
+        raise UnsupportedCase(
+            f"{op}: rank {n_r} is above {MAX_RANK}, the most that the TileLang kernels hold in a tile"
+        )
     return max(16, cdiv(n_r, 16) * 16)
 
 

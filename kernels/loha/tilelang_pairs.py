@@ -85,7 +85,8 @@ def expand(dsl: Dsl, *, N: Size, R: Size, RANK: int, dtype: str, by_rank: bool, 
                     value2 = T.cast(tile2[p % RANK, n] if by_rank else tile2[n, p % RANK], "float32")
                     if scaled:
                         out[p, pid * BLOCK_N + n] = T.cast(
-                            (value1 * inverse_of(T, top1[p // RANK], 6)) * (value2 * inverse_of(T, top2[p % RANK], 7)), dtype
+                            (value1 * inverse_of(T, top1[p // RANK], 6)) * (value2 * inverse_of(T, top2[p % RANK], 7)),
+                            dtype,
                         )
                     else:
                         out[p, pid * BLOCK_N + n] = T.cast(value1 * value2, dtype)
@@ -115,9 +116,11 @@ def project(dsl: Dsl, *, N: Size, P: int, dtype: str, config: Any) -> Any:
         tops: T.Tensor((splits, tiles, P // BLOCK_P), "float32"),
     ):
         T.annotate_pass_configs(dsl.passes(config.passes))
-        with T.Kernel(
-            P // BLOCK_P, T.ceildiv(tokens, BLOCK_T), T.ceildiv(N, SPAN), threads=config.threads
-        ) as (pid_p, pid_t, pid_s):
+        with T.Kernel(P // BLOCK_P, T.ceildiv(tokens, BLOCK_T), T.ceildiv(N, SPAN), threads=config.threads) as (
+            pid_p,
+            pid_t,
+            pid_s,
+        ):
             a_tile = dsl.shared((BLOCK_T, BLOCK_N), dtype)
             pairs_tile = dsl.shared((BLOCK_P, BLOCK_N), dtype)
             acc = dsl.fragment((BLOCK_T, BLOCK_P))
