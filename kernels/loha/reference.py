@@ -1,7 +1,7 @@
 """LoHa in PyTorch: the eager arm, and in float64 the only oracle.
 
-    merge   ΔW[O, I] = scale · (up1[O, R] @ down1[R, I]) ∘ (up2[O, R] @ down2[R, I])
-    bypass  y[..., O] = x[..., I] @ ΔWᵀ
+merge   ΔW[O, I] = scale · (up1[O, R] @ down1[R, I]) ∘ (up2[O, R] @ down2[R, I])
+bypass  y[..., O] = x[..., I] @ ΔWᵀ
 """
 
 from __future__ import annotations

@@ -75,7 +75,15 @@ def token_tile(dsl: Dsl, g: Any, x: Any, row: Any, col: Any, acc: Any, block_t: 
 
 
 def factor_share(
-    dsl: Dsl, product: Any, up: Any, down: Any, down_acc: Any, up_parts: Any, part: Any, row: Any, needs: tuple[bool, bool]
+    dsl: Dsl,
+    product: Any,
+    up: Any,
+    down: Any,
+    down_acc: Any,
+    up_parts: Any,
+    part: Any,
+    row: Any,
+    needs: tuple[bool, bool],
 ) -> Any:
     """One product's share of a tile `product` of ΔW's gradient ∘ the other product.
 

@@ -35,9 +35,7 @@ def bypass_forward(
     n_o, n_r = up1.shape
     out = torch.empty((*x.shape[:-1], n_o), dtype=out_dtype, device=x.device)
     if use_pairs(n_r):
-        return out, pairs.forward(
-            flat, (up1, down1, up2, down2), scale, bias, out.view(-1, n_o), needs, config
-        )
+        return out, pairs.forward(flat, (up1, down1, up2, down2), scale, bias, out.view(-1, n_o), needs, config)
     tiles.product(flat, (up1, up2), (down1, down2), scale, bias, out.view(-1, n_o), None)
     return out, ()
 

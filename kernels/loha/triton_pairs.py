@@ -244,4 +244,3 @@ def contract_kernel(
                 stride_d1r, stride_d1i, stride_d2r, stride_d2i, n_i, 1,
                 BLOCK_T, BLOCK_N, RANK, NEED_DOWN1, NEED_DOWN2, PRECISION,
             )  # fmt: skip
-

@@ -95,9 +95,7 @@ def contract_config(n_t: int, n_n: int, n_p: int, dtype: torch.dtype, sms: int) 
     return Contract(block_t, block_n, span, num_warps, 3)
 
 
-def expand(
-    up1: Tensor, down1: Tensor, up2: Tensor, down2: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def expand(up1: Tensor, down1: Tensor, up2: Tensor, down2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(D[P, I], U[P, O], what the rows of each were divided by [2, P]); padded pairs are zero rows."""
     (n_o, n_r), n_i = up1.shape, down1.shape[1]
     rank = pair_rank(n_r)
