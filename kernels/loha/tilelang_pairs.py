@@ -42,18 +42,16 @@ def expand(dsl: Dsl, *, N: Size, R: Size, RANK: int, dtype: str, by_rank: bool, 
             T.copy(f[first, 0], tile)
 
     @T.macro
-    def tops(f, chunk, values, part, top):  # type: ignore[no-untyped-def]
+    def find_top(f, chunk, most, top, top_tile):  # type: ignore[no-untyped-def]
         # The largest finite |f[r, :]| of each rank.
-        T.clear(top)
+        T.clear(most)
         for step in T.serial(T.ceildiv(N, CHUNK)):
             load(f, step * CHUNK, chunk)
             for r, n in dsl.parallel(RANK, CHUNK):
-                values[r, n] = T.abs(T.cast(chunk[r, n] if by_rank else chunk[n, r], "float32"))
-                if values[r, n] > 65504.0:
-                    values[r, n] = 0.0
-            dsl.reduce_max(values, part, 1)
-            for r in dsl.parallel(RANK):
-                top[r] = T.max(top[r], part[r])
+                value = T.abs(T.cast(chunk[r, n] if by_rank else chunk[n, r], "float32"))
+                most[r, n] = T.max(most[r, n], T.if_then_else(value <= 65504.0, value, 0.0))
+        dsl.reduce_max(most, top, 1)
+        T.copy(top, top_tile)
 
     @T.prim_func
     def kernel(
@@ -66,30 +64,26 @@ def expand(dsl: Dsl, *, N: Size, R: Size, RANK: int, dtype: str, by_rank: bool, 
         with T.Kernel(T.ceildiv(N, BLOCK_N), threads=config.threads) as pid:
             tile1 = dsl.shared((RANK, BLOCK_N) if by_rank else (BLOCK_N, RANK), dtype)
             tile2 = dsl.shared((RANK, BLOCK_N) if by_rank else (BLOCK_N, RANK), dtype)
+            pairs_tile = dsl.shared((P, BLOCK_N), dtype)
             top1 = dsl.shared((RANK,), "float32")
             top2 = dsl.shared((RANK,), "float32")
             if scaled:
                 chunk = dsl.shared((RANK, CHUNK) if by_rank else (CHUNK, RANK), dtype)
-                values = dsl.fragment((RANK, CHUNK))
-                part = dsl.fragment((RANK,))
+                most = dsl.fragment((RANK, CHUNK))
                 top = dsl.fragment((RANK,))
-                tops(f1, chunk, values, part, top)
-                T.copy(top, top1)
-                tops(f2, chunk, values, part, top)
-                T.copy(top, top2)
+                find_top(f1, chunk, most, top, top1)
+                find_top(f2, chunk, most, top, top2)
             load(f1, pid * BLOCK_N, tile1)
             load(f2, pid * BLOCK_N, tile2)
             for p, n in dsl.parallel(P, BLOCK_N):
-                if pid * BLOCK_N + n < N:
-                    value1 = T.cast(tile1[p // RANK, n] if by_rank else tile1[n, p // RANK], "float32")
-                    value2 = T.cast(tile2[p % RANK, n] if by_rank else tile2[n, p % RANK], "float32")
-                    if scaled:
-                        out[p, pid * BLOCK_N + n] = T.cast(
-                            (value1 * inverse_of(T, top1[p // RANK], 6)) * (value2 * inverse_of(T, top2[p % RANK], 7)),
-                            dtype,
-                        )
-                    else:
-                        out[p, pid * BLOCK_N + n] = T.cast(value1 * value2, dtype)
+                value1 = T.cast(tile1[p // RANK, n] if by_rank else tile1[n, p // RANK], "float32")
+                value2 = T.cast(tile2[p % RANK, n] if by_rank else tile2[n, p % RANK], "float32")
+                if scaled:
+                    scale1 = inverse_of(T, top1[p // RANK], 6)
+                    pairs_tile[p, n] = T.cast((value1 * scale1) * (value2 * inverse_of(T, top2[p % RANK], 7)), dtype)
+                else:
+                    pairs_tile[p, n] = T.cast(value1 * value2, dtype)
+            T.copy(pairs_tile, out[0, pid * BLOCK_N])
             if pid == 0:
                 for p in dsl.parallel(P):
                     if scaled:
@@ -116,11 +110,9 @@ def project(dsl: Dsl, *, N: Size, P: int, dtype: str, config: Any) -> Any:
         tops: T.Tensor((splits, tiles, P // BLOCK_P), "float32"),
     ):
         T.annotate_pass_configs(dsl.passes(config.passes))
-        with T.Kernel(P // BLOCK_P, T.ceildiv(tokens, BLOCK_T), T.ceildiv(N, SPAN), threads=config.threads) as (
-            pid_p,
-            pid_t,
-            pid_s,
-        ):
+        with T.Kernel(
+            P // BLOCK_P, T.ceildiv(tokens, BLOCK_T), T.ceildiv(N, SPAN), threads=config.threads
+        ) as (pid_p, pid_t, pid_s):
             a_tile = dsl.shared((BLOCK_T, BLOCK_N), dtype)
             pairs_tile = dsl.shared((BLOCK_P, BLOCK_N), dtype)
             acc = dsl.fragment((BLOCK_T, BLOCK_P))
@@ -132,14 +124,17 @@ def project(dsl: Dsl, *, N: Size, P: int, dtype: str, config: Any) -> Any:
                 dsl.gemm(a_tile, pairs_tile, acc, transpose_b=True)
             if scaled:
                 row_top = dsl.fragment((BLOCK_T,))
+                tops_tile = dsl.shared((BLOCK_T,), "float32")
+                finite = dsl.fragment((BLOCK_T,))
                 top = dsl.fragment((1,))
                 for t, p in dsl.parallel(BLOCK_T, BLOCK_P):
                     acc[t, p] *= factors[0, pid_p * BLOCK_P + p] * factors[1, pid_p * BLOCK_P + p]
                 T.reduce_absmax(acc, row_top, dim=1)
                 # A row with an inf says nothing about the others' range; NaN is passed over by the maximum.
+                T.copy(row_top, tops_tile)
                 for t in dsl.parallel(BLOCK_T):
-                    row_top[t] = T.if_then_else(row_top[t] <= 3e38, row_top[t], 0.0)
-                T.reduce_max(row_top, top, dim=0)
+                    finite[t] = T.if_then_else(tops_tile[t] <= 3e38, tops_tile[t], 0.0)
+                T.reduce_max(finite, top, dim=0)
                 tops[pid_s, pid_t, pid_p] = top[0]
             T.copy(acc, parts[pid_s, pid_t * BLOCK_T, pid_p * BLOCK_P])
 
