@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.common.tilelang_ops import to_operand
 from kernels.common.tilelang_target import Dsl, Size, build, dtype_name, sizes, target_of
 from kernels.common.views import cdiv
-from kernels.lokr.tilelang_factors import Side, padded
+from kernels.lokr.tilelang_factors import Side
 
 
 @dataclass(frozen=True)
@@ -70,17 +70,17 @@ def sum_parts(
     return kernel
 
 
-def pair_grad(dsl: Dsl, *, M: Size, N: Size, RANK: int, dtype: str, of_a: bool, config: Any) -> Any:
+def pair_grad(dsl: Dsl, *, M: Size, N: Size, R: Size, BLOCK_R: int, dtype: str, of_a: bool, config: Any) -> Any:
     """From a factor's gradient G[M, N]: out[M, R] = scale · G @ otherᵀ (`of_a`, other = wb), or out[R, N] = scale · otherᵀ @ G."""
     T = dsl.T
-    M, N = dsl.size("M", M), dsl.size("N", N)
-    BLOCK, BLOCK_R = config.block, padded(RANK)
+    M, N, R = dsl.size("M", M), dsl.size("N", N), dsl.size("R", R)
+    BLOCK = config.block
 
     @T.prim_func
     def kernel(
         grad: T.Tensor((M, N), "float32"),
-        other: T.Tensor((RANK, N) if of_a else (M, RANK), dtype),
-        out: T.Tensor((M, RANK) if of_a else (RANK, N), dtype),
+        other: T.Tensor((R, N) if of_a else (M, R), dtype),
+        out: T.Tensor((M, R) if of_a else (R, N), dtype),
         scale: T.float32,
     ):
         with T.Kernel(T.ceildiv(M if of_a else N, BLOCK), threads=config.threads) as pid:
@@ -123,19 +123,25 @@ class GradPlan:
         self.full: list[tuple[Tensor, Tensor]] = []
         self.pairs: list[tuple[Side, Tensor, Tensor | None, Tensor | None]] = []
 
-    def add(self, side: Side, splits: int, need_a: bool, need_b: bool) -> Tensor | None:
-        """Where a kernel writes `splits` float32 partials of this side's gradient; None: not needed."""
+    def add(self, side: Side, splits: int, need_a: bool, need_b: bool) -> tuple[Tensor | None, float]:
+        """Where a kernel writes `splits` partials of this side's gradient, and what it multiplies them by; None: not needed.
+
+        A single partial of a full factor is the gradient itself, others are float32.
+        """
         grad_a = torch.empty_like(side.wa) if need_a else None
         grad_b = None if side.wb is None or not need_b else torch.empty_like(side.wb)
         self.grads += [grad_a, grad_b]
         if grad_a is None and grad_b is None:
-            return None
+            return None, 1.0
+        if splits == 1 and side.wb is None:
+            assert grad_a is not None
+            return grad_a.unsqueeze(0), self.scale
         parts = side.wa.new_empty((splits, side.rows, side.cols), dtype=torch.float32)
         if side.wb is not None:
             self.pairs.append((side, parts, grad_a, grad_b))
         elif grad_a is not None:
             self.full.append((parts, grad_a))
-        return parts
+        return parts, 1.0
 
     def finish(self) -> tuple[Tensor | None, ...]:
         """Reduces what is left to reduce; the gradients in the order of `add`, two a side."""
@@ -182,8 +188,8 @@ def _pair_grads(side: Side, total: Tensor, grad_a: Tensor | None, grad_b: Tensor
             run = build(
                 pair_grad,
                 target,
-                **sizes(target, M=side.rows, N=side.cols),
-                RANK=side.rank,
+                **sizes(target, M=side.rows, N=side.cols, R=side.rank),
+                BLOCK_R=side.block_r(target),
                 dtype=dtype_name(out.dtype),
                 of_a=of_a,
                 config=PairGrad(32 if target.cpu else 64),

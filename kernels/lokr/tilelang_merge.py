@@ -13,10 +13,10 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from kernels.common.tilelang_target import Target, build, dtype_name, ready, sizes, target_of
+from kernels.common.tilelang_target import Target, build, dtype_name, ready, target_of
 from kernels.common.views import cdiv, sm_count
 from kernels.lokr import tilelang_merge_kernels as kernels
-from kernels.lokr.tilelang_factors import Side, side
+from kernels.lokr.tilelang_factors import Side, side, side_sizes
 from kernels.lokr.tilelang_grads import GradPlan
 
 _PLAIN = ("disable_warp_specialized",)
@@ -66,8 +66,7 @@ def merge_grad_config(side1: Side, side2: Side, target: Target, sms: int) -> Mer
     block_d = min((128, 64), key=lambda k: cdiv(side2.cols, k) * k) if side2.cols > 64 else 8
     while block_d < min(side2.cols, 64):
         block_d *= 2
-    block_b = 8 if side1.cols <= 8 or block_d >= 64 else 16
-    block_c = 512 // block_d
+    block_b, block_c = 8, 512 // block_d
     blocks = cdiv(side2.rows, block_c) * cdiv(side2.cols, block_d) * cdiv(side1.cols, block_b)
     spans = max(1, min(side1.rows, cdiv(4 * sms, blocks)))
     return MergeGrad(block_c, block_b, block_d, cdiv(side1.rows, spans))
@@ -93,7 +92,7 @@ def merge_forward(
     run = build(
         kernels.merge,
         target,
-        **_sizes(target, side1, side2),
+        **side_sizes(target, side1, side2),
         dtype=dtype_name(w1.dtype),
         out_dtype=dtype_name(out_dtype),
         base_dtype=None if bias is None else dtype_name(bias.dtype),
@@ -121,24 +120,21 @@ def merge_backward(
     config = config or merge_grad_config(side1, side2, target, sm_count(w1.device))
     plan = GradPlan(scale)
     tiles = cdiv(side2.rows, config.block_c) * cdiv(side2.cols, config.block_d)
-    parts1 = plan.add(side1, tiles, needs[0], needs[1])
-    parts2 = plan.add(side2, cdiv(side1.rows, config.span) * cdiv(side1.cols, config.block_b), needs[2], needs[3])
+    parts1, scale1 = plan.add(side1, tiles, needs[0], needs[1])
+    splits = cdiv(side1.rows, config.span) * cdiv(side1.cols, config.block_b)
+    parts2, scale2 = plan.add(side2, splits, needs[2], needs[3])
     run = build(
         kernels.merge_grad,
         target,
-        **_sizes(target, side1, side2),
+        **side_sizes(target, side1, side2),
         dtype=dtype_name(w1.dtype),
-        need1=parts1 is not None,
-        need2=parts2 is not None,
+        out1=None if parts1 is None else dtype_name(parts1.dtype),
+        out2=None if parts2 is None else dtype_name(parts2.dtype),
         config=config,
     )
     g = ready(grad).view(side1.rows, side2.rows, side1.cols, side2.cols)
     first = (None, None) if parts2 is None else (side1.wa, side1.wb)
     second = (None, None) if parts1 is None else (side2.wa, side2.wb)
-    run(g, *first, *second, parts1, parts2)
+    run(g, *first, *second, parts1, parts2, scale1, scale2)
     return plan.finish()
 
-
-def _sizes(target: Target, side1: Side, side2: Side) -> dict[str, int | None]:
-    axes = sizes(target, A=side1.rows, B=side1.cols, C=side2.rows, D=side2.cols)
-    return {**axes, "RANK1": side1.rank, "RANK2": side2.rank}
