@@ -74,8 +74,8 @@ def _eager(value: Value) -> Value:
     return lambda row, arms: value(arms["eager"], arms) if arms.get("eager", {}).get("status") == "ok" else None
 
 
-def _bytes(row: Row, arms: Mapping[str, Row]) -> float:
-    return (row["bytes_read"] + row["bytes_written"]) / 1e3
+def _kilobytes(row: Row, arms: Mapping[str, Row]) -> float | None:
+    return None if row["bytes_read"] is None else (row["bytes_read"] + row["bytes_written"]) / 1e3
 
 
 def _mib(key: str) -> Value:
@@ -97,10 +97,10 @@ METRICS: dict[str, Metric] = {
     "bandwidth": Metric(
         "forward bandwidth",
         "GB/s",
-        _over(_bytes, _DEVICE),
-        _over(_bytes, _WALL),
+        _over(_kilobytes, _DEVICE),
+        _over(_kilobytes, _WALL),
         "wall",
-        ceiling=_over(_bytes, _floor("fwd")),
+        ceiling=_over(_kilobytes, _floor("fwd")),
         ceiling_name="ceiling of the row's mix",
         log=False,
     ),
@@ -168,6 +168,7 @@ def draw(
             if metric.unit == "GB/s" and ceilings:
                 copy = ceilings["copy_gbps"]
                 axis.axvline(copy, color=CEILING, lw=0.6, ls=":")
+                axis.set_xlim(right=max(axis.get_xlim()[1], 1.04 * copy))
                 where = {"transform": axis.get_xaxis_transform(), "rotation": 90, "va": "bottom", "ha": "right"}
                 axis.text(copy, 0.02, f"copy {copy:.0f}", color=CEILING, fontsize=6, **where)
             axis.set_title(f"{name}: {metric.title}", loc="left")
@@ -199,14 +200,24 @@ def _panel(axis: Axes, metric: Metric, rows: Sequence[Row], arms: Sequence[str])
     if metric.unit == "×":
         axis.axvline(1, color="#777777", lw=0.7)
     if metric.log:
-        axis.set_xscale("log")
-        axis.xaxis.set_major_formatter("{x:g}")
+        _log_axis(axis)
     else:
         axis.set_xlim(left=0)
     axis.set_yticks(range(len(cases)), cases)
     axis.set_ylim(len(cases) - 0.5, -0.5)
     axis.set_xlabel(metric.unit)
     axis.grid(axis="x", lw=0.3, alpha=0.5)
+
+
+def _log_axis(axis: Axes) -> None:
+    """A logarithmic axis labelled 1, 10, 100, or 1, 2, 5, 10 where it spans too little for that."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_xscale("log")
+    low, high = axis.get_xlim()
+    axis.xaxis.set_major_locator(LogLocator(subs=(1,) if high > 30 * low else (1, 1.5, 2, 3, 5)))
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _value(value: Value, arms: Mapping[str, Row], arm: str) -> float:
@@ -229,7 +240,7 @@ def _handles(metric: Metric, arms: Sequence[str]) -> list[Any]:
 def _caption(metric: Metric, meta: Mapping[str, Any] | None, dtype: str) -> str:
     card, date = (meta or {}).get("gpu") or "card not recorded", str((meta or {}).get("started") or "")[:10]
     text = f"{card}, {date or 'no date'}, {dtype}. Bold: {metric.bold_name}. Best of the windows, cold L2."
-    return "\n".join(textwrap.wrap(text, 72))
+    return "\n".join(textwrap.wrap(text, 86))
 
 
 def save(figure: Figure, path: Path) -> None:

@@ -10,15 +10,14 @@ One object serves all three, so a notebook's cell ends in `Panel(...)` and no mo
 from __future__ import annotations
 
 import base64
-import html
 import io
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from harness.figure import METRICS, Metric, draw
+from harness.markup import Frame, body, page
 from harness.readings import describe, readings, table
 from harness.record import Record, Row
 
@@ -42,15 +41,6 @@ COLORS = 64
 DPI = 140
 
 Choice = dict[str, str]
-
-
-@dataclass(frozen=True)
-class Frame:
-    """One drawn combination: its image, what the image shows in words, and its numbers as an HTML table."""
-
-    png: str
-    alt: str
-    table: str
 
 
 class Panel:
@@ -184,7 +174,7 @@ class Panel:
         return data, {"image/png": {"alt": frame.alt}}
 
     def _live(self) -> Any:
-        """The controls over the figure and its table. Each control redraws both, and narrows the controls after it."""
+        """The controls over the figure and its table; each redraws both, and narrows the controls after it."""
         import ipywidgets as W
 
         chosen = self.complete(self.start)
@@ -195,7 +185,7 @@ class Panel:
             for level, value in chosen.items()
         }
         pick = W.SelectMultiple(options=arms, value=arms, description="Backends", rows=len(arms), style=style)
-        figure, numbers = W.HTML(), W.HTML()
+        drawn = W.HTML()
         busy = False
 
         def redraw(_: Any = None) -> None:
@@ -206,14 +196,16 @@ class Panel:
             try:
                 now = self.complete({level: control.value for level, control in controls.items()})
                 for level, control in controls.items():
-                    control.options = self.options(level, now)
+                    offered = self.options(level, now)
+                    if list(control.options) != offered:
+                        control.options = offered
                     control.value = now[level]
-                    control.layout.display = "" if len(control.options) > 1 else "none"
+                    control.layout.display = "" if len(offered) > 1 else "none"
                 found = self.backends(now)
                 if list(pick.options) != found:
                     pick.options, pick.value = found, found
-                frame = self.frame(now, pick.value or found)
-                figure.value, numbers.value = _image(frame), frame.table
+                some = pick.value if 0 < len(pick.value) < len(found) else None
+                drawn.value = body(self.frame(now, some))
             finally:
                 busy = False
 
@@ -222,7 +214,7 @@ class Panel:
             control.observe(redraw, "value")
         redraw()
         bar = W.HBox([*controls.values(), pick], layout=W.Layout(flex_flow="row wrap"))
-        return W.VBox([bar, figure, numbers], layout=W.Layout(align_items="flex-start"))
+        return W.VBox([bar, drawn], layout=W.Layout(align_items="flex-start"))
 
     def html(self) -> str:
         """Every combination with its controls, as HTML that needs neither a kernel nor a network."""
@@ -232,11 +224,8 @@ class Panel:
             node = tree
             for value in path:
                 node = node.setdefault(value, {})
-            frame = self.frame(chosen)
-            node[last] = [frame.png, frame.alt, frame.table]
-        data = json.dumps({"labels": list(LEVELS.values()), "tree": tree}).replace("</", "<\\/")
-        frame = self.frame()
-        return _PAGE.format(image=_image(frame), table=frame.table, data=data)
+            node[last] = self.frame(chosen)
+        return page(self.frame(), list(LEVELS.values()), tree)
 
 
 def run_label(run: Record) -> str:
@@ -266,11 +255,6 @@ def _groups(cases: Sequence[str]) -> list[str]:
     return [name for name in names if 1 < sum(name in _parts(case) for case in cases) < len(cases)]
 
 
-def _image(frame: Frame) -> str:
-    alt = html.escape(frame.alt, quote=True)
-    return f'<img src="data:image/png;base64,{frame.png}" alt="{alt}" style="max-width: 100%">'
-
-
 def _png(figure: Any) -> str:
     """The figure as base64 of a PNG of few colours, a third of the size and no different to the eye."""
     from PIL import Image
@@ -279,39 +263,3 @@ def _png(figure: Any) -> str:
     figure.savefig(raw, format="png", dpi=DPI)
     Image.open(raw).convert("RGB").quantize(COLORS, dither=Image.Dither.NONE).save(small, "png", optimize=True)
     return base64.b64encode(small.getvalue()).decode()
-
-
-_PAGE = """<div class="panel">
-<style>.panel label {{ margin-right: 1em; white-space: nowrap }}
-.panel td, .panel th {{ padding: 0 0.6em; text-align: right }}
-.panel .numbers {{ max-height: 18em; overflow: auto; width: max-content; max-width: 100% }}</style>
-<div class="controls"></div><div class="figure">{image}</div><div class="numbers" tabindex="0">{table}</div>
-<script type="application/json">{data}</script>
-<script>
-document.querySelectorAll(".panel:not([data-live])").forEach((panel) => {{
-  panel.dataset.live = "";
-  const {{ labels, tree }} = JSON.parse(panel.querySelector("script[type='application/json']").textContent);
-  const selects = labels.map((text) => {{
-    const label = panel.querySelector(".controls").appendChild(document.createElement("label"));
-    label.textContent = text + " ";
-    const select = label.appendChild(document.createElement("select"));
-    select.onchange = draw;
-    return select;
-  }});
-  function draw() {{
-    let node = tree;
-    for (const select of selects) {{
-      const wanted = select.value, offered = Object.keys(node);
-      select.replaceChildren(...offered.map((name) => new Option(name)));
-      select.value = offered.includes(wanted) ? wanted : offered[0];
-      select.parentElement.hidden = offered.length < 2;
-      node = node[select.value];
-    }}
-    const image = panel.querySelector("img");
-    image.src = "data:image/png;base64," + node[0];
-    image.alt = node[1];
-    panel.querySelector(".numbers").innerHTML = node[2];
-  }}
-  draw();
-}});
-</script></div>"""

@@ -63,6 +63,8 @@ def execute(path: Path, *, frames: bool = False, timeout: int = 3600) -> Noteboo
         kernel_name="python3",
         record_timing=False,
         store_widget_state=False,
+        # Its warning about unencrypted local sockets, one a notebook.
+        extra_arguments=["--log-level=ERROR"],
         resources={"metadata": {"path": str(path.parent)}},
     )
     with _environment(FRAMES, "1" if frames else ""):

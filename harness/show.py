@@ -21,7 +21,7 @@ PUBLISHED = DATA / "published" / "rtx4090.json"
 
 def source(module: str, *names: str) -> Any:
     """The source of functions of a module, highlighted; the module is read, not imported, so its DSL may be absent."""
-    from IPython.display import Code
+    from IPython.display import Markdown
 
     spec = find_spec(module)
     if spec is None or spec.origin is None:
@@ -32,7 +32,7 @@ def source(module: str, *names: str) -> Any:
     for name in names:
         first = min([found[name].lineno, *(decorator.lineno for decorator in found[name].decorator_list)])
         parts.append("\n".join(text.splitlines()[first - 1 : found[name].end_lineno]))
-    return Code("\n\n\n".join(parts), language="python")
+    return Markdown("```python\n" + "\n\n\n".join(parts) + "\n```")
 
 
 def costs(family: str, cases: Sequence[str], dtype: str = "fp16") -> pd.DataFrame:

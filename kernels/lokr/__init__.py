@@ -37,9 +37,7 @@ def _merge_eager(w1: Tensor, w1_b: Tensor | None, w2: Tensor, w2_b: Tensor | Non
     return merge_reference(_side(w1, w1_b), _side(w2, w2_b), scale)
 
 
-def _bypass_eager(
-    x: Tensor, w1: Tensor, w1_b: Tensor | None, w2: Tensor, w2_b: Tensor | None, scale: float
-) -> Tensor:
+def _bypass_eager(x: Tensor, w1: Tensor, w1_b: Tensor | None, w2: Tensor, w2_b: Tensor | None, scale: float) -> Tensor:
     return bypass_reference(x, _side(w1, w1_b), _side(w2, w2_b), scale)
 
 

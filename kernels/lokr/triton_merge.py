@@ -128,7 +128,11 @@ def _merge_grad_kernel(
         a = step // TILES_B
         offs_b = step % TILES_B * BLOCK_B + tl.arange(0, BLOCK_B)
         mask_b = offs_b < B
-        at = g + (a.to(tl.int64) * C + offs_c[:, None, None]) * STRIDE_G + (offs_b[None, :, None] * D + offs_d[None, None, :])
+        at = (
+            g
+            + (a.to(tl.int64) * C + offs_c[:, None, None]) * STRIDE_G
+            + (offs_b[None, :, None] * D + offs_d[None, None, :])
+        )
         mask = mask_c[:, None, None] & mask_b[None, :, None] & mask_d[None, None, :]
         grad = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         if NEED2:

@@ -1,0 +1,312 @@
+"""The Cayley transform and its backward as TileLang macros and kernels; formulas in kernels/common/cayley.py.
+
+Macros take the Dsl of `kernels.common.tilelang_target`. A tile holds N blocks one below another, each padded from S to P
+rows and columns: [N * P, P].
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from kernels.common.cayley import MAX_INLINE, pad
+from kernels.common.tilelang_target import Dsl, build, dtype_name, target_of
+
+
+def solve_scalars(dsl: Dsl, blocks: Any, k: Any, factor: Any, delta: Any, size: int) -> Any:
+    """delta[S * S] = D of block k, in every thread's own registers (S ≤ 4)."""
+    T = dsl.T
+    each = tuple(range(size))
+
+    @T.macro
+    def solved(blocks, k, factor, delta):  # type: ignore[no-untyped-def]
+        system = T.alloc_local((size, 2 * size), "float32")
+        for r in each:
+            for c in each:
+                q = factor * (T.cast(blocks[k, r, c], "float32") - T.cast(blocks[k, c, r], "float32"))
+                system[r, c] = (1.0 if r == c else 0.0) - q
+                system[r, size + c] = 2.0 * q
+        for p in each:
+            inverse = 1.0 / system[p, p]
+            # Columns left of p are done with: nothing reads them again.
+            for c in tuple(range(p + 1, 2 * size)):
+                system[p, c] = system[p, c] * inverse
+            for r in each:
+                if r != p:
+                    for c in tuple(range(p + 1, 2 * size)):
+                        system[r, c] = system[r, c] - system[r, p] * system[p, c]
+        for r in each:
+            for c in each:
+                delta[r * size + c] = system[r, size + c]
+
+    return solved(blocks, k, factor, delta)
+
+
+def solve_shared(dsl: Dsl, blocks: Any, first: Any, factor: Any, system: Any) -> Any:
+    """D of N blocks from `first` on, in the right half of system[S % 2], a shared [2, N, S, 2 S] tile.
+
+    Gauss-Jordan on [I - Q | 2 Q] from one half of the tile to the other and back, which takes one barrier a step.
+    """
+    T = dsl.T
+    _, count, size, _ = system.shape
+
+    @T.macro
+    def solved(blocks, first, factor, system):  # type: ignore[no-untyped-def]
+        for b, r, c in dsl.parallel(count, size, size):
+            k = T.min(first + b, blocks.shape[0] - 1)
+            q = factor * (T.cast(blocks[k, r, c], "float32") - T.cast(blocks[k, c, r], "float32"))
+            system[0, b, r, c] = T.if_then_else(r == c, 1.0, 0.0) - q
+            system[0, b, r, size + c] = 2.0 * q
+        for p in T.serial(size):
+            for b, r, c in dsl.parallel(count, size, 2 * size):
+                pivot = system[p % 2, b, p, c] / system[p % 2, b, p, p]
+                system[1 - p % 2, b, r, c] = T.if_then_else(
+                    r == p, pivot, system[p % 2, b, r, c] - system[p % 2, b, r, p] * pivot
+                )
+
+    return solved(blocks, first, factor, system)
+
+
+def _solve(dsl: Dsl, *, S: int, dtype: str, has_shrink: bool) -> Any:
+    """delta[k] = D, one block a program."""
+    T = dsl.T
+    n_k = T.dynamic("n_k")
+
+    @T.prim_func
+    def kernel(
+        blocks: T.Tensor((n_k, S, S), dtype), shrink: T.Tensor((1,), "float32"), delta: T.Tensor((n_k, S, S), "float32")
+    ):
+        with T.Kernel(n_k, threads=256) as pid_k:
+            system = dsl.shared((2, 1, S, 2 * S), "float32")
+            solve_shared(dsl, blocks, pid_k, shrink[0] if has_shrink else 1.0, system)
+            for r, c in dsl.parallel(S, S):
+                delta[pid_k, r, c] = system[S % 2, 0, r, S + c]
+
+    return kernel
+
+
+def solve(blocks: Tensor, delta: Tensor, shrink: Tensor | None) -> bool:
+    """Writes delta[k, s, s] where the blocks are too large for the kernels to solve inline; returns whether they are not."""
+    if blocks.shape[1] <= MAX_INLINE:
+        return True
+    run = build(
+        _solve, target_of(blocks), S=blocks.shape[1], dtype=dtype_name(blocks.dtype), has_shrink=shrink is not None
+    )
+    run(blocks, None if shrink is None else shrink.view(1), delta)
+    return False
+
+
+def finish_scalars(dsl: Dsl, product: Any, delta: Any, grad: Any, size: int) -> Any:
+    """grad[S * S] = ∂L/∂Q - ∂L/∂Qᵀ of one block from P and D, all in every thread's own registers."""
+    T = dsl.T
+    each = tuple(range(size))
+
+    @T.macro
+    def finished(product, delta, grad):  # type: ignore[no-untyped-def]
+        half = T.alloc_local((size * size,), "float32")
+        both = T.alloc_local((size * size,), "float32")
+        for i in each:
+            for j in each:
+                half[i * size + j] = product[i * size + j]
+                for n in each:
+                    half[i * size + j] += 0.5 * delta[n * size + i] * product[n * size + j]
+        for i in each:
+            for j in each:
+                both[i * size + j] = half[i * size + j]
+                for n in each:
+                    both[i * size + j] += 0.5 * delta[j * size + n] * half[i * size + n]
+        for i in each:
+            for j in each:
+                grad[i * size + j] = 2.0 * (both[i * size + j] - both[j * size + i])
+
+    return finished(product, delta, grad)
+
+
+def split(dsl: Dsl, value: Any, high: Any, low: Any, factor: Any, bounded: bool) -> Any:
+    """Shared tiles with value = (high + low) · factor[0], to twice the precision of their dtype; value is a register tile.
+
+    float16 tiles are scaled by a power of two that keeps both parts clear of its range's ends; `bounded` says that no
+    entry passes 2 (as in R - I), which makes that power a constant. A float32 tile is its own high part.
+    """
+    T = dsl.T
+    rows, cols = value.shape
+
+    @T.macro
+    def whole(value, high, low, factor):  # type: ignore[no-untyped-def]
+        factor[0] = 1.0
+        T.copy(value, high)
+
+    @T.macro
+    def parts(value, high, low, factor):  # type: ignore[no-untyped-def]
+        for i, j in dsl.parallel(rows, cols):
+            high[i, j] = T.cast(value[i, j], high.dtype)
+            low[i, j] = T.cast(value[i, j] - T.cast(T.cast(value[i, j], high.dtype), "float32"), high.dtype)
+
+    @T.macro
+    def scaled(value, high, low, factor):  # type: ignore[no-untyped-def]
+        if bounded:
+            factor[0] = 1.0 / 16384.0
+            for i, j in dsl.parallel(rows, cols):
+                value[i, j] *= 16384.0
+        else:
+            row_top = dsl.fragment((rows,))
+            top = dsl.fragment((1,))
+            T.reduce_absmax(value, row_top, dim=1)
+            T.reduce_max(row_top, top, dim=0)
+            exponent = T.reinterpret(T.min(T.max(top[0], 1e-30), 1e30), "int32") & 0x7F800000
+            factor[0] = T.reinterpret(exponent, "float32") * (1.0 / 16384.0)
+            inverse = T.reinterpret(0x7F000000 - exponent, "float32") * 16384.0
+            for i, j in dsl.parallel(rows, cols):
+                value[i, j] *= inverse
+        parts(value, high, low, factor)
+
+    @T.macro
+    def cast(value, high, low, factor):  # type: ignore[no-untyped-def]
+        factor[0] = 1.0
+        parts(value, high, low, factor)
+
+    form = {"float32": whole, "float16": scaled}.get(str(high.dtype), cast)
+    return form(value, high, low, factor)
+
+
+def rotation(
+    dsl: Dsl, delta: Any, rescale: Any, first: Any, tile: Any, high: Any, low: Any, factor: Any, size: int, width: int, transposed: bool
+) -> Any:
+    """M = D diag(r) + diag(r - 1) of N blocks (M = D without rescale), or its transpose, through `split`.
+
+    tile: D as a shared [N * P, P] float32 tile. delta: None where `tile` holds D already, else [k, S, S] to fill it from.
+    """
+    T = dsl.T
+    rows = tile.shape[0]
+
+    @T.macro
+    def filled(tile, high, low, factor):  # type: ignore[no-untyped-def]
+        value = dsl.fragment((rows, width))
+        if delta is not None:
+            load_blocks(dsl, delta, first, tile, size, width)
+        for i, j in dsl.parallel(rows, width):
+            n, m = (j, i % width) if transposed else (i % width, j)
+            d = tile[i - i % width + n, m]
+            if rescale is None:
+                value[i, j] = d
+            else:
+                index = T.min((first + i // width) * size + T.min(m, size - 1), rescale.shape[0] - 1)
+                r = T.cast(rescale[index], "float32")
+                value[i, j] = d * r + T.if_then_else(n == m, r - 1.0, 0.0)
+        split(dsl, value, high, low, factor, rescale is None)
+
+    return filled(tile, high, low, factor)
+
+
+def load_blocks(dsl: Dsl, delta: Any, first: Any, tile: Any, size: int, width: int) -> Any:
+    """tile[N * P, P] = delta[k, S, S] of N blocks from `first` on, zero where there is nothing."""
+    T = dsl.T
+
+    @T.macro
+    def loaded(delta, first, tile):  # type: ignore[no-untyped-def]
+        for i, j in dsl.parallel(tile.shape[0], width):
+            exists = (first + i // width < delta.shape[0]) & (i % width < size) & (j < size)
+            tile[i, j] = T.if_then_else(
+                exists, delta[T.min(first + i // width, delta.shape[0] - 1), T.min(i % width, size - 1), T.min(j, size - 1)], 0.0
+            )
+
+    return loaded(delta, first, tile)
+
+
+def finish_tile(
+    dsl: Dsl, product: Any, d: Any, rescale: Any, grad_blocks: Any, grad_rescale: Any, first: Any, size: int, width: int,
+    need_blocks: bool, need_rescale: bool,
+) -> Any:  # fmt: skip
+    """Writes the gradients of N blocks and of their rescale, from the shared tiles P and D, [N * P, P]; overwrites P."""
+    T = dsl.T
+    rows = product.shape[0]
+
+    @T.macro
+    def finished(product, d, grad_blocks, grad_rescale, first):  # type: ignore[no-untyped-def]
+        if need_rescale:
+            total = dsl.fragment((rows,))
+            for i in dsl.parallel(rows):
+                total[i] = product[i, i % width]
+            for n in T.serial(size):
+                for i in dsl.parallel(rows):
+                    total[i] += d[i - i % width + n, i % width] * product[i - i % width + n, i % width]
+            for i in dsl.parallel(rows):
+                if i % width < size and (first + i // width) * size + i % width < grad_rescale.shape[0]:
+                    grad_rescale[(first + i // width) * size + i % width] = total[i]
+        if need_blocks:
+            acc = dsl.fragment((rows, width))
+            half = dsl.shared((rows, width), "float32")
+            if rescale is not None:
+                for i, j in dsl.parallel(rows, width):
+                    index = T.min((first + i // width) * size + T.min(j, size - 1), rescale.shape[0] - 1)
+                    product[i, j] *= T.cast(rescale[index], "float32")
+            for i, j in dsl.parallel(rows, width):
+                acc[i, j] = product[i, j]
+            for n in T.serial(size):
+                for i, j in dsl.parallel(rows, width):
+                    acc[i, j] += 0.5 * d[i - i % width + n, i % width] * product[i - i % width + n, j]
+            for i, j in dsl.parallel(rows, width):
+                half[i, j] = acc[i, j]
+            for n in T.serial(size):
+                for i, j in dsl.parallel(rows, width):
+                    acc[i, j] += 0.5 * half[i, n] * d[i - i % width + j, n]
+            for i, j in dsl.parallel(rows, width):
+                product[i, j] = acc[i, j]
+            for i, j in dsl.parallel(rows, width):
+                if i % width < size and j < size and first + i // width < grad_blocks.shape[0]:
+                    grad_blocks[first + i // width, i % width, j] = 2.0 * (
+                        product[i, j] - product[i - i % width + j, i % width]
+                    )
+
+    return finished(product, d, grad_blocks, grad_rescale, first)
+
+
+def _finish(
+    dsl: Dsl, *, S: int, P: int, dtype: str, rescale_dtype: str, has_rescale: bool, need_blocks: bool, need_rescale: bool
+) -> Any:
+    """The gradients of one block a program from P = Σ_s parts[s], in the order of s."""
+    T = dsl.T
+    splits, n_k, n_o = T.dynamic("splits"), T.dynamic("n_k"), T.dynamic("n_o")
+
+    @T.prim_func
+    def kernel(
+        parts: T.Tensor((splits, n_k, S, S), "float32"),
+        delta: T.Tensor((n_k, S, S), "float32"),
+        rescale: T.Tensor((n_o,), rescale_dtype),
+        grad_blocks: T.Tensor((n_k, S, S), dtype),
+        grad_rescale: T.Tensor((n_o,), rescale_dtype),
+    ):
+        with T.Kernel(n_k, threads=64 if P <= 16 else 256) as pid_k:
+            product = dsl.shared((P, P), "float32")
+            d = dsl.shared((P, P), "float32")
+            total = dsl.fragment((P, P))
+            load_blocks(dsl, delta, pid_k, d, S, P)
+            T.clear(total)
+            for s in T.serial(splits):
+                for i, j in dsl.parallel(P, P):
+                    if i < S and j < S:
+                        total[i, j] += parts[s, pid_k, i, j]
+            T.copy(total, product)
+            finish_tile(
+                dsl, product, d, rescale if has_rescale else None, grad_blocks, grad_rescale, pid_k, S, P,
+                need_blocks, need_rescale,
+            )  # fmt: skip
+
+    return kernel
+
+
+def finish(
+    parts: Tensor, blocks_grad: Tensor | None, rescale_grad: Tensor | None, delta: Tensor, rescale: Tensor | None
+) -> None:
+    """Writes the gradients of blocks and rescale from float32 parts[splits, k, s, s], summed in the order of the splits."""
+    run = build(
+        _finish,
+        target_of(parts),
+        S=parts.shape[2],
+        P=pad(parts.shape[2]),
+        dtype="float32" if blocks_grad is None else dtype_name(blocks_grad.dtype),
+        rescale_dtype="float32" if rescale is None else dtype_name(rescale.dtype),
+        has_rescale=rescale is not None,
+        need_blocks=blocks_grad is not None,
+        need_rescale=rescale_grad is not None,
+    )
+    run(parts, delta, rescale, blocks_grad, rescale_grad)
