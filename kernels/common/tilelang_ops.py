@@ -27,11 +27,12 @@ def to_operand(dsl: Dsl, value: Any, operand: Any, factor: Any) -> Any:
         top = dsl.fragment((1,))
         T.reduce_absmax(value, row_top, dim=1)
         T.reduce_max(row_top, top, dim=0)
-        exponent = T.reinterpret(T.max(T.min(top[0], 1e38), 16384.0), "int32") & 0x7F800000
-        inverse = T.reinterpret(0x7F000000 - exponent, "float32") * 16384.0
-        factor[0] = T.reinterpret(exponent, "float32") * (1.0 / 16384.0)
+        # No variable of its own for the power of two: TileLang loses one that is bound inside a pipelined loop.
+        factor[0] = (1.0 / 16384.0) * T.reinterpret(
+            T.reinterpret(T.max(T.min(top[0], 1e38), 16384.0), "int32") & 0x7F800000, "float32"
+        )
         for i, j in dsl.parallel(rows, cols):
-            operand[i, j] = value[i, j] * inverse
+            operand[i, j] = value[i, j] * (1.0 / factor[0])
 
     @T.macro
     def cast(value, operand, factor):  # type: ignore[no-untyped-def]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.tilelang_target import Target, build, dtype_name, ready, target_of
-from kernels.common.views import rows, sm_count
+from kernels.common.views import cdiv, rows, sm_count
 from kernels.lokr import tilelang_bypass_kernels as kernels
 from kernels.lokr import tilelang_tiled
 from kernels.lokr.tilelang_factors import Side, side, side_sizes
@@ -24,9 +24,9 @@ Blocks = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Bypass:
-    """Launch of a walk over tokens by at most `programs` blocks."""
+    """Launch of a walk over tokens: `span` of them a block."""
 
-    programs: int
+    span: int
     threads: int = 128
     stages: int = 2
     passes: tuple[str, ...] = ("disable_warp_specialized",)
@@ -41,14 +41,23 @@ def resident_blocks(side1: Side, side2: Side, itemsize: int, target: Target) -> 
     return (a, b, c, d) if max(a * b, c * d, b * d, a * c, b * c) * itemsize <= 16384 else None
 
 
-def forward_config(sms: int, target: Target) -> Bypass:
-    """The forward's launch."""
-    return Bypass(2, stages=0) if target.cpu else Bypass(4 * sms, 128, 2)
+def forward_config(tokens: int, sms: int) -> Bypass:
+    """The forward's launch: four blocks an SM."""
+    span = _span(tokens, 4 * sms)
+    return Bypass(span, 128, min(2, span))
 
 
-def backward_config(sms: int, target: Target) -> Bypass:
-    """The backward's launch."""
-    return Bypass(2, stages=0) if target.cpu else Bypass(2 * sms, 128, 2)
+def backward_config(tokens: int, sms: int) -> Bypass:
+    """The backward's launch: two blocks an SM."""
+    span = _span(tokens, 2 * sms)
+    return Bypass(span, 128, min(2, span))
+
+
+def _span(tokens: int, blocks: int) -> int:
+    """Tokens a block, so that there are at most `blocks`; three leading bits, so that few builds serve every number of tokens."""
+    span = cdiv(tokens, blocks)
+    grain = 1 << max(0, span.bit_length() - 3)
+    return cdiv(span, grain) * grain
 
 
 def bypass_forward(
@@ -82,7 +91,7 @@ def bypass_forward(
         dtype=dtype_name(x.dtype),
         out_dtype=dtype_name(out_dtype),
         base_dtype=None if bias is None else dtype_name(bias.dtype),
-        config=config or forward_config(sm_count(x.device), target),
+        config=config or forward_config(flat.shape[0], sm_count(x.device)),
     )
     run(flat, side1.wa, side1.wb, side2.wa, side2.wb, bias, y, scale)
     return out, ()
@@ -110,8 +119,8 @@ def bypass_backward(
     blocks = resident_blocks(side1, side2, x.itemsize, target)
     if blocks is None:
         return grad_x, *tilelang_tiled.gradients(g, flat, side1, side2, scale, needs, gx)
-    config = config or backward_config(sm_count(x.device), target)
-    programs = min(flat.shape[0], config.programs)
+    config = config or backward_config(flat.shape[0], sm_count(x.device))
+    programs = cdiv(flat.shape[0], config.span)
     plan = GradPlan(scale)
     parts1, scale1 = plan.add(side1, programs, needs[1], needs[2])
     parts2, scale2 = plan.add(side2, programs, needs[3], needs[4])

@@ -1,7 +1,8 @@
 """TileLang kernels of LoKr's bypass where both factors fit on an SM; `tilelang_bypass` says how they make up the op.
 
 Factories in the sense of `kernels.common.tilelang_target`. Axes: w1 is [A, B], w2 is [C, D]; `blocks` are the sizes of the tiles that
-hold them. A block loads both factors once and walks over tokens.
+hold them. A block loads both factors once and walks over `span`
+tokens; past the last token it computes that one again and leaves the result.
 """
 
 from typing import Any
@@ -37,7 +38,7 @@ def forward(
         scale: T.float32,
     ):
         T.annotate_pass_configs(dsl.passes(config.passes))
-        with T.Kernel(T.min(tokens, config.programs), threads=config.threads) as pid:
+        with T.Kernel(T.ceildiv(tokens, config.span), threads=config.threads) as pid:
             w1 = dsl.shared((BLOCK_A, BLOCK_B), dtype)
             w2 = dsl.shared((BLOCK_C, BLOCK_D), dtype)
             factors = dsl.shared((2,), "float32")
@@ -49,8 +50,8 @@ def forward(
             y_tile = dsl.shared((BLOCK_A, BLOCK_C), out_dtype)
             factor_operand(dsl, wa1, wb1, BLOCK_R1, w1, factors, 0)
             factor_operand(dsl, wa2, wb2, BLOCK_R2, w2, factors, 1)
-            for step in dsl.pipelined(T.ceildiv(tokens - pid, T.min(tokens, config.programs)), config.stages):
-                t = pid + step * T.min(tokens, config.programs)
+            for step in dsl.pipelined(config.span, config.stages):
+                t = T.min(pid * config.span + step, tokens - 1)
                 T.copy(x[t, 0, 0], x_tile)
                 T.clear(z)
                 dsl.gemm(x_tile, w2, z, transpose_b=True)
@@ -64,7 +65,8 @@ def forward(
                         if i < A and j < C:
                             y[i, j] += T.cast(base[t, i, j], "float32")
                 T.copy(y, y_tile)
-                T.copy(y_tile, out[t, 0, 0])
+                if pid * config.span + step < tokens:
+                    T.copy(y_tile, out[t, 0, 0])
 
     return kernel
 
@@ -113,7 +115,7 @@ def backward(
         scale2: T.float32,
     ):
         T.annotate_pass_configs(dsl.passes(config.passes))
-        with T.Kernel(T.min(tokens, config.programs), threads=config.threads) as pid:
+        with T.Kernel(T.ceildiv(tokens, config.span), threads=config.threads) as pid:
             w1 = dsl.shared((BLOCK_A, BLOCK_B), dtype)
             w2 = dsl.shared((BLOCK_C, BLOCK_D), dtype)
             factors = dsl.shared((2,), "float32")
@@ -138,8 +140,8 @@ def backward(
                 acc2 = dsl.fragment((BLOCK_C, BLOCK_D))
                 product2 = dsl.fragment((BLOCK_C, BLOCK_D))
                 T.clear(acc2)
-            for step in dsl.pipelined(T.ceildiv(tokens - pid, T.min(tokens, config.programs)), config.stages):
-                t = pid + step * T.min(tokens, config.programs)
+            for step in dsl.pipelined(config.span, config.stages):
+                t = T.min(pid * config.span + step, tokens - 1)
                 T.copy(g[t, 0, 0], g_tile)
                 if need1 or need2:
                     T.copy(x[t, 0, 0], x_tile)
@@ -153,14 +155,17 @@ def backward(
                     for i, j in dsl.parallel(BLOCK_B, BLOCK_D):
                         x_acc[i, j] *= scale * factors[0] * factors[1] * p_factor[0]
                     T.copy(x_acc, x_out)
-                    T.copy(x_out, grad_x[t, 0, 0])
+                    if pid * config.span + step < tokens:
+                        T.copy(x_out, grad_x[t, 0, 0])
                 if need2:
-                    accumulate(acc2, p, x_tile, p_factor, product2, True, False)
+                    if pid * config.span + step < tokens:
+                        accumulate(acc2, p, x_tile, p_factor, product2, True, False)
                 if need1:
                     T.clear(middle)
                     dsl.gemm(x_tile, w2, middle, transpose_b=True)
                     to_operand(dsl, middle, z, z_factor)
-                    accumulate(acc1, g_tile, z, z_factor, product1, False, True)
+                    if pid * config.span + step < tokens:
+                        accumulate(acc1, g_tile, z, z_factor, product1, False, True)
             if need1:
                 for i, j in dsl.parallel(BLOCK_A, BLOCK_B):
                     if i < A and j < B:

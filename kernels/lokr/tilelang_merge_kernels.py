@@ -106,8 +106,9 @@ def merge_grad(
                     T.annotate_layout({acc: by_warp(dsl, acc, config.threads)})
                 load_factor(dsl, wa1, wb1, BLOCK_R1, w1, config.threads, lambda i: a0 + i, lambda j: b0 + j)
                 T.clear(acc)
-            for step in dsl.pipelined(T.min(SPAN, A - a0), config.stages):
-                T.copy(g[a0 + step, c0, b0, d0], grad)
+            # The last span may pass the end: its w1 is zero there, and G's last rows are read again.
+            for step in dsl.pipelined(SPAN, config.stages):
+                T.copy(g[T.min(a0 + step, A - 1), c0, b0, d0], grad)
                 for b, k in dsl.parallel(BLOCK_B, TILE):
                     if need2:
                         acc[b, k] += T.cast(grad[k // BLOCK_D, b, k % BLOCK_D], "float32") * w1[step, b]
@@ -116,7 +117,7 @@ def merge_grad(
                 if need1:
                     sum_rows(dsl, by_b, sum1, 1, config.threads)
                     for b in dsl.parallel(BLOCK_B):
-                        if b0 + b < B:
+                        if a0 + step < A and b0 + b < B:
                             parts1[pid_t, a0 + step, b0 + b] = sum1[b] * scale1
             if need2:
                 sum_rows(dsl, acc, sum2, 0, config.threads)
