@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from kernels.common.tilelang_target import Dsl, build, dtype_name, target_of
+
 # Small blocks, since the sums are few and short: a wide launch is what makes them quick.
 _REDUCE_BLOCK = 256
 _REDUCE_THREADS = 64

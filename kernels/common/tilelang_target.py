@@ -93,15 +93,19 @@ class Dsl:
         """A serial loop whose copies into shared memory run `num_stages` iterations ahead on CUDA."""
         return self.T.serial(extent) if self.cpu or num_stages == 0 else self.T.Pipelined(extent, num_stages=num_stages)
 
-    def gemm(self, a: Any, b: Any, c: Any, transpose_a: bool = False, transpose_b: bool = False) -> Any:
+    def gemm(
+        self, a: Any, b: Any, c: Any, transpose_a: bool = False, transpose_b: bool = False, tall: bool = False
+    ) -> Any:
         """c += a @ b, either operand transposed, accumulated in c's float32.
 
         a and b lie in shared memory, whole or as a range of rows, and c in registers. 16-bit operands use tensor cores (each side of the product a
-        multiple of 16); float32 ones are multiplied in full float32 unless the target allows TF32.
+        multiple of 16); float32 ones are multiplied in full float32 unless the target allows TF32. `tall`: the warps share
+        out c's rows rather than its columns.
         """
         (a_tile, a_row, rows), (b_tile, b_row, _) = _row_range(a), _row_range(b)
         if self.cpu or a_tile.dtype != "float32" or self.target.tf32:
-            return self.T.gemm(a, b, c, transpose_A=transpose_a, transpose_B=transpose_b)
+            policy = self.T.GemmWarpPolicy.FullRow if tall else self.T.GemmWarpPolicy.Square
+            return self.T.gemm(a, b, c, transpose_A=transpose_a, transpose_B=transpose_b, policy=policy)
         steps = rows if transpose_a else a_tile.shape[1]
         return self._products(a_tile, a_row, b_tile, b_row, c, steps, transpose_a, transpose_b)
 

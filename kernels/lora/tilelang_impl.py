@@ -2,7 +2,7 @@
 
     merge     ΔW[O, I] = scale · up[O, R] @ down[R, I]                  one launch, a tile of ΔW a block
       backward  grad_up = scale · G @ downᵀ, grad_down = scale · upᵀ @ G    G read once (`dual`), then one reduction
-    bypass    z[T, R] = x @ downᵀ, y[T, O] = scale · z @ upᵀ            two launches, the first split over I
+    bypass    z[T, R] = x @ downᵀ, y[T, O] = scale · z @ upᵀ            split (two launches) or fused by token block
       backward  h = G @ up, grad_up = scale · Gᵀ @ z                        G read once (`dual`)
                 grad_x = scale · h @ down, grad_down = scale · hᵀ @ x       x read once, then one reduction
 
@@ -74,6 +74,19 @@ class Up:
     passes: tuple[str, ...] = _PLAIN
 
 
+@dataclass(frozen=True)
+class Fused:
+    """Launch of the whole bypass: a block makes `block_t` rows of z over all of I, then of y over all of O."""
+
+    block_t: int
+    block_i: int
+    block_o: int
+    threads: int = 128
+    stages: int = 3
+    staged: bool = True
+    passes: tuple[str, ...] = _PLAIN
+
+
 def merge_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, target: Target, sms: int) -> Merge:
     """The merge's tile: large where ΔW fills the SMs many times over, small where it does not."""
     if target.cpu:
@@ -85,9 +98,7 @@ def merge_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, target: Targe
     return Merge(64, 64)
 
 
-def dual_config(
-    n_m: int, n_n: int, n_r: int, dtype: torch.dtype, target: Target, sms: int, whole_span: bool
-) -> Dual:
+def dual_config(n_m: int, n_n: int, n_r: int, dtype: torch.dtype, target: Target, sms: int, whole_span: bool) -> Dual:
     """The strip of a backward pass: as wide as registers allow, as long as leaves every SM a block.
 
     `whole_span`: the rows' rank-sized operand is held for the whole span at once, which bounds the span.
@@ -110,22 +121,19 @@ def dual_config(
     return Dual(block_m, block_n, steps * block_m, threads, min(3, steps))
 
 
-def down_config(n_t: int, n_i: int, n_r: int, dtype: torch.dtype, target: Target, sms: int) -> Down:
-    """z's launch: the I axis is split until every SM has a block."""
+def bypass_config(
+    n_t: int, n_o: int, n_i: int, n_r: int, dtype: torch.dtype, target: Target, sms: int
+) -> tuple[Down, Up] | Fused:
+    """The bypass's launches: the I axis of z is split until every SM has a block, small tiles where tokens are few."""
     if target.cpu:
-        return Down(16, 32, 64)
+        return Down(16, 32, 64), Up(16, 32)
+    narrow = dtype is torch.float32 or n_r > 64
     block_t = 32 if n_t <= 256 else 64
-    block_i = 64 if dtype is torch.float32 or n_r > 64 else 128
+    block_i = 64 if narrow else 128
     splits = max(1, min(cdiv(n_i, block_i), sms // cdiv(n_t, block_t)))
     steps = cdiv(cdiv(n_i, splits), block_i)
-    return Down(block_t, block_i, steps * block_i, 128 if block_t > 32 else 64, min(3, steps))
-
-
-def up_config(n_t: int, n_o: int, n_r: int, dtype: torch.dtype, target: Target, sms: int) -> Up:
-    """y's launch: smaller tiles where there are few tokens."""
-    if target.cpu:
-        return Up(16, 32)
-    return Up(32 if n_t <= 256 else 64, 64 if dtype is torch.float32 or n_r > 64 else 128)
+    down = Down(block_t, block_i, steps * block_i, 128 if block_t > 32 else 64, min(3, steps))
+    return down, Up(block_t, 64 if narrow else 128)
 
 
 def merge_forward(
@@ -145,7 +153,7 @@ def merge_forward(
     run = build(
         kernels.merge,
         target,
-        **sizes(target, I=n_i, R=n_r),
+        **sizes(target, O=n_o, I=n_i, R=n_r),
         BLOCK_R=_rank_block("lora", n_r, target),
         dtype=dtype_name(up.dtype),
         out_dtype=dtype_name(out_dtype),
@@ -168,38 +176,40 @@ def merge_backward(
     config: Dual | None = None,
 ) -> tuple[Tensor | None, ...]:
     """(grad_up[O, R], grad_down[R, I])."""
-    right_parts, left_parts = dual("lora", ready(grad), ready(down), ready(up), needs, True, config)
+    right_parts, left_parts = dual("lora", ready(grad), ready(down), ready(up), needs, merging=True, config=config)
     outs = [torch.empty(t.shape, dtype=t.dtype, device=t.device) if n else None for t, n in zip((up, down), needs)]
     reduce_partials((right_parts, left_parts), outs, scale)
     return tuple(outs)
 
 
 def dual(
-    op: str, g: Tensor, right: Tensor, left: Tensor, needs: tuple[bool, ...], by_rank: bool, config: Dual | None
+    op: str, g: Tensor, right: Tensor, left: Tensor, needs: tuple[bool, ...], *, merging: bool, config: Dual | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Float32 partials over G[M, N] of G @ right as [S, M, R] and of leftᵀ @ G, for `needs` = (right's, left's).
 
-    left is [M, R]. by_rank: right is [R, N] and the second partials [S', R, N]; else [N, R] and [S', N, R].
+    left is [M, R]. `merging`: right is [R, N], the second partials are [S', R, N], and M is a constant of the kernel as it
+    is of a layer; else right is [N, R], they are [S', N, R], and M may change from call to call.
     """
     (n_m, n_n), n_r = g.shape, left.shape[1]
     target = target_of(g)
     whole_span = left.dtype is not g.dtype
     config = config or dual_config(n_m, n_n, n_r, g.dtype, target, sm_count(g.device), whole_span)
     strips, spans = cdiv(n_n, config.block_n), cdiv(n_m, config.span)
-    left_shape = (spans, n_r, n_n) if by_rank else (spans, n_n, n_r)
+    left_shape = (spans, n_r, n_n) if merging else (spans, n_n, n_r)
     right_parts = g.new_empty((strips, n_m, n_r), dtype=torch.float32) if needs[0] else None
     left_parts = g.new_empty(left_shape, dtype=torch.float32) if needs[1] else None
     run = build(
         kernels.dual,
         target,
         **sizes(target, N=n_n, R=n_r),
+        M=n_m if merging and not target.cpu else None,
         BLOCK_R=_rank_block(op, n_r, target),
         dtype=dtype_name(g.dtype),
         left_dtype=dtype_name(left.dtype),
         need_right=needs[0],
         need_left=needs[1],
-        right_by_rank=by_rank,
-        left_by_rank=by_rank,
+        right_by_rank=merging,
+        left_by_rank=merging,
         config=config,
     )
     run(g, right if needs[0] else None, left if needs[1] else None, right_parts, left_parts)
@@ -215,39 +225,33 @@ def bypass_forward(
     base: Tensor | None,
     out_dtype: torch.dtype,
     needs: tuple[bool, ...],
-    config: tuple[Down, Up] | None = None,
+    config: tuple[Down, Up] | Fused | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """y[..., O]; saves z[T, R] in float32 where up's gradient will be asked for."""
     target, sms = target_of(x), sm_count(x.device)
     flat, up, down = ready(rows(x)), ready(up), ready(down)
     base = None if base is None else _base(rows(base), target)
     (n_t, n_i), (n_o, n_r) = flat.shape, up.shape
-    first, second = config or (
-        down_config(n_t, n_i, n_r, x.dtype, target, sms),
-        up_config(n_t, n_o, n_r, x.dtype, target, sms),
-    )
-    block_r, dtype = _rank_block("lora_bypass", n_r, target), dtype_name(x.dtype)
-    parts = x.new_empty((cdiv(n_i, first.span), n_t, n_r), dtype=torch.float32)
-    make_z = build(
-        kernels.down_rows, target, **sizes(target, I=n_i, R=n_r), BLOCK_R=block_r, dtype=dtype, config=first
-    )
-    make_z(flat, down, parts)
-    single = len(parts) == 1
-    z = parts[0] if single else x.new_empty((n_t, n_r), dtype=torch.float32) if needs[1] else None
-    make_y = build(
-        kernels.up_tile,
-        target,
-        **sizes(target, O=n_o, R=n_r),
-        BLOCK_R=block_r,
-        dtype=dtype,
-        out_dtype=dtype_name(out_dtype),
-        base_dtype=None if base is None else dtype_name(base.dtype),
-        save_z=z is not None and not single,
-        config=second,
-    )
+    config = config or bypass_config(n_t, n_o, n_i, n_r, x.dtype, target, sms)
+    shared = {"BLOCK_R": _rank_block("lora_bypass", n_r, target), "dtype": dtype_name(x.dtype)}
+    last = {
+        "out_dtype": dtype_name(out_dtype),
+        "base_dtype": None if base is None else dtype_name(base.dtype),
+        "save_z": needs[1],
+    }
     out = torch.empty((*x.shape[:-1], n_o), dtype=out_dtype, device=x.device)
-    make_y(parts, up, base, out.view(n_t, n_o), None if single else z, scale)
-    return out, (z,) if needs[1] and z is not None else ()
+    z = x.new_empty((n_t, n_r), dtype=torch.float32) if needs[1] else None
+    if isinstance(config, Fused):
+        run = build(kernels.fused, target, **sizes(target, I=n_i, O=n_o, R=n_r), **shared, **last, config=config)
+        run(flat, down, up, base, out.view(n_t, n_o), z, scale)
+    else:
+        first, second = config
+        parts = x.new_empty((cdiv(n_i, first.span), n_t, n_r), dtype=torch.float32)
+        make_z = build(kernels.down_rows, target, **sizes(target, I=n_i, R=n_r), **shared, config=first)
+        make_y = build(kernels.up_tile, target, **sizes(target, O=n_o, R=n_r), **shared, **last, config=second)
+        make_z(flat, down, parts)
+        make_y(parts, up, base, out.view(n_t, n_o), z, scale)
+    return out, () if z is None else (z,)
 
 
 def bypass_backward(
@@ -268,7 +272,9 @@ def bypass_backward(
     (n_t, n_i), n_r = flat.shape, down.shape[0]
     # Without up's gradient nothing reads `left`; `up` stands in for the z that was not saved.
     left = ready(saved[0]) if need_up else up
-    h_parts, up_parts = dual("lora_bypass", g, up, left, (need_x or need_down, need_up), False, config[0])
+    h_parts, up_parts = dual(
+        "lora_bypass", g, up, left, (need_x or need_down, need_up), merging=False, config=config[0]
+    )
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_x else None
     grad_up = torch.empty(up.shape, dtype=up.dtype, device=up.device) if need_up else None
     grad_down = torch.empty(down.shape, dtype=down.dtype, device=down.device) if need_down else None
@@ -295,7 +301,9 @@ def bypass_backward(
 def _rank_block(op: str, n_r: int, target: Target) -> int:
     """The rank as the tiles hold it; on the CPU one of four sizes, so that few builds serve every rank."""
     if n_r > MAX_RANK:
-        raise UnsupportedCase(f"{op}: rank {n_r} is above {MAX_RANK}, the most that the TileLang kernels hold in a tile")
+        raise UnsupportedCase(
+            f"{op}: rank {n_r} is above {MAX_RANK}, the most that the TileLang kernels hold in a tile"
+        )
     if target.cpu:
         return next(size for size in (16, 64, 128, 256) if n_r <= size)
     return max(16, cdiv(n_r, 16) * 16)

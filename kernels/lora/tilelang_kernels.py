@@ -11,11 +11,20 @@ from kernels.common.tilelang_target import Dsl, Size
 
 
 def merge(
-    dsl: Dsl, *, I: Size, R: Size, BLOCK_R: int, dtype: str, out_dtype: str, base_dtype: str | None, config: Any
+    dsl: Dsl,
+    *,
+    O: Size,
+    I: Size,
+    R: Size,
+    BLOCK_R: int,
+    dtype: str,
+    out_dtype: str,
+    base_dtype: str | None,
+    config: Any,
 ) -> Any:
     """out[O, I] = scale · up @ down (+ base), one tile of out a block."""
     T = dsl.T
-    O, I, R = T.dynamic("O"), dsl.size("I", I), dsl.size("R", R)
+    O, I, R = dsl.size("O", O), dsl.size("I", I), dsl.size("R", R)
     BLOCK_O, BLOCK_I = config.block_o, config.block_i
 
     @T.prim_func
@@ -37,7 +46,9 @@ def merge(
             dsl.gemm(up_tile, down_tile, acc)
             for i, j in dsl.parallel(BLOCK_O, BLOCK_I):
                 acc[i, j] *= scale
-            store_tile(dsl, acc, base if base_dtype is not None else None, out, pid_o * BLOCK_O, pid_i * BLOCK_I, config.staged)
+            store_tile(
+                dsl, acc, base if base_dtype is not None else None, out, pid_o * BLOCK_O, pid_i * BLOCK_I, config.staged
+            )
 
     return kernel
 
@@ -64,7 +75,7 @@ def store_tile(dsl: Dsl, acc: Any, base: Any, out: Any, row: Any, col: Any, stag
 
 
 def dual(
-    dsl: Dsl, *, N: Size, R: Size, BLOCK_R: int, dtype: str, left_dtype: str,
+    dsl: Dsl, *, M: Size, N: Size, R: Size, BLOCK_R: int, dtype: str, left_dtype: str,
     need_right: bool, need_left: bool, right_by_rank: bool, left_by_rank: bool, config: Any,
 ) -> Any:  # fmt: skip
     """right_parts[n, M, R] = G[:, n] @ right[n] and left_parts[m] = left[m]ᵀ @ G[m], with G[M, N] read once.
@@ -73,7 +84,7 @@ def dual(
     partial is [R, N] (`left_by_rank`) or [N, R].
     """
     T = dsl.T
-    M, N, R = T.dynamic("M"), dsl.size("N", N), dsl.size("R", R)
+    M, N, R = dsl.size("M", M), dsl.size("N", N), dsl.size("R", R)
     strips, spans = T.dynamic("strips"), T.dynamic("spans")
     BLOCK_M, BLOCK_N, SPAN = config.block_m, config.block_n, config.span
     cast = left_dtype != dtype
@@ -112,11 +123,11 @@ def dual(
                     T.copy(left[m, 0], left_tile)
                 if need_right:
                     T.clear(right_acc)
-                    dsl.gemm(tile, right_tile, right_acc, transpose_b=right_by_rank)
+                    dsl.gemm(tile, right_tile, right_acc, transpose_b=right_by_rank, tall=True)
                     T.copy(right_acc, right_parts[pid_n, m, 0])
                 if need_left:
                     first = step * BLOCK_M if cast else 0
-                    dsl.gemm(tile, left_tile[first : first + BLOCK_M, :], left_acc, transpose_a=True)
+                    dsl.gemm(tile, left_tile[first : first + BLOCK_M, :], left_acc, transpose_a=True, tall=True)
             if need_left:
                 for n, r in dsl.parallel(BLOCK_N, BLOCK_R):
                     if cast:
@@ -152,7 +163,7 @@ def down_rows(dsl: Dsl, *, I: Size, R: Size, BLOCK_R: int, dtype: str, config: A
                 i = pid_s * SPAN + step * BLOCK_I
                 T.copy(x[pid_t * BLOCK_T, i], x_tile)
                 T.copy(down[0, i], down_tile)
-                dsl.gemm(x_tile, down_tile, acc, transpose_b=True)
+                dsl.gemm(x_tile, down_tile, acc, transpose_b=True, tall=True)
             T.copy(acc, parts[pid_s, pid_t * BLOCK_T, 0])
 
     return kernel
@@ -174,8 +185,9 @@ def sum_parts(dsl: Dsl, parts: Any, row: Any, total: Any, part: Any) -> Any:
 
 
 def up_tile(
-    dsl: Dsl, *, O: Size, R: Size, BLOCK_R: int, dtype: str, out_dtype: str, base_dtype: str | None, save_z: bool, config: Any
-) -> Any:
+    dsl: Dsl, *, O: Size, R: Size, BLOCK_R: int, dtype: str, out_dtype: str, base_dtype: str | None, save_z: bool,
+    config: Any,
+) -> Any:  # fmt: skip
     """out = scale · z @ upᵀ (+ base), z = Σ_s parts[s], which the first column of blocks also writes."""
     T = dsl.T
     tokens, O, R = T.dynamic("tokens"), dsl.size("O", O), dsl.size("R", R)
@@ -209,7 +221,65 @@ def up_tile(
             dsl.gemm(operand, up_part, acc, transpose_b=True)
             for i, j in dsl.parallel(BLOCK_T, BLOCK_O):
                 acc[i, j] *= factor[0] * scale
-            store_tile(dsl, acc, base if base_dtype is not None else None, out, pid_t * BLOCK_T, pid_o * BLOCK_O, config.staged)
+            store_tile(
+                dsl, acc, base if base_dtype is not None else None, out, pid_t * BLOCK_T, pid_o * BLOCK_O, config.staged
+            )
+
+    return kernel
+
+
+def fused(
+    dsl: Dsl, *, I: Size, O: Size, R: Size, BLOCK_R: int, dtype: str, out_dtype: str, base_dtype: str | None,
+    save_z: bool, config: Any,
+) -> Any:  # fmt: skip
+    """The whole bypass for a block of tokens: z in registers, then every column of out = scale · z @ upᵀ (+ base)."""
+    T = dsl.T
+    tokens = T.dynamic("tokens")
+    I, O, R = dsl.size("I", I), dsl.size("O", O), dsl.size("R", R)
+    BLOCK_T, BLOCK_I, BLOCK_O = config.block_t, config.block_i, config.block_o
+
+    @T.prim_func
+    def kernel(
+        x: T.Tensor((tokens, I), dtype),
+        down: T.Tensor((R, I), dtype),
+        up: T.Tensor((O, R), dtype),
+        base: T.Tensor((tokens, O), base_dtype or out_dtype),
+        out: T.Tensor((tokens, O), out_dtype),
+        z: T.Tensor((tokens, R), "float32"),
+        scale: T.float32,
+    ):
+        T.annotate_pass_configs(dsl.passes(config.passes))
+        with T.Kernel(T.ceildiv(tokens, BLOCK_T), threads=config.threads) as pid_t:
+            x_tile = dsl.shared((BLOCK_T, BLOCK_I), dtype)
+            down_tile = dsl.shared((BLOCK_R, BLOCK_I), dtype)
+            up_part = dsl.shared((BLOCK_O, BLOCK_R), dtype)
+            operand = dsl.shared((BLOCK_T, BLOCK_R), dtype)
+            factor = dsl.shared((1,), "float32")
+            value = dsl.fragment((BLOCK_T, BLOCK_R))
+            acc = dsl.fragment((BLOCK_T, BLOCK_O))
+            T.clear(value)
+            for step in dsl.pipelined(T.ceildiv(I, BLOCK_I), config.stages):
+                T.copy(x[pid_t * BLOCK_T, step * BLOCK_I], x_tile)
+                T.copy(down[0, step * BLOCK_I], down_tile)
+                dsl.gemm(x_tile, down_tile, value, transpose_b=True, tall=True)
+            if save_z:
+                T.copy(value, z[pid_t * BLOCK_T, 0])
+            to_operand(dsl, value, operand, factor)
+            for step in dsl.pipelined(T.ceildiv(O, BLOCK_O), 2):
+                T.copy(up[step * BLOCK_O, 0], up_part)
+                T.clear(acc)
+                dsl.gemm(operand, up_part, acc, transpose_b=True)
+                for i, j in dsl.parallel(BLOCK_T, BLOCK_O):
+                    acc[i, j] *= factor[0] * scale
+                store_tile(
+                    dsl,
+                    acc,
+                    base if base_dtype is not None else None,
+                    out,
+                    pid_t * BLOCK_T,
+                    step * BLOCK_O,
+                    config.staged,
+                )
 
     return kernel
 
@@ -252,7 +322,7 @@ def down_backward(
                 first = step * BLOCK_T
                 if need_down:
                     T.copy(x[pid_t * SPAN + first, pid_i * BLOCK_I], x_tile)
-                    dsl.gemm(x_tile, operand[first : first + BLOCK_T, :], down_acc, transpose_a=True)
+                    dsl.gemm(x_tile, operand[first : first + BLOCK_T, :], down_acc, transpose_a=True, tall=True)
                 if need_x:
                     T.clear(x_acc)
                     dsl.gemm(operand[first : first + BLOCK_T, :], down_tile, x_acc)
