@@ -30,37 +30,52 @@ def to_operand(value, dtype: tl.constexpr):
 
 @triton.jit
 def _reduce_kernel(
-    a_parts, a_out, a_splits, a_rows, a_cols, b_parts, b_out, b_splits, b_rows, b_cols, a_programs, scale,
-    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    a_parts, a_out, a_rows, a_cols, a_scale, b_parts, b_out, b_rows, b_cols, b_scale, a_programs,
+    A_SPLITS: tl.constexpr, A_TRANSPOSED: tl.constexpr, B_SPLITS: tl.constexpr, B_TRANSPOSED: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     if pid < a_programs:
-        _reduce_tile(pid, a_parts, a_out, a_splits, a_rows, a_cols, scale, A_TRANSPOSED, BLOCK_M, BLOCK_N)
+        _reduce(pid, a_parts, a_out, a_rows, a_cols, a_scale, A_SPLITS, A_TRANSPOSED, BLOCK, BLOCK_M, BLOCK_N)
     else:
-        _reduce_tile(pid - a_programs, b_parts, b_out, b_splits, b_rows, b_cols, scale, B_TRANSPOSED, BLOCK_M, BLOCK_N)
+        pid -= a_programs
+        _reduce(pid, b_parts, b_out, b_rows, b_cols, b_scale, B_SPLITS, B_TRANSPOSED, BLOCK, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
-def _reduce_tile(
-    pid, parts, out, splits, n_rows, n_cols, scale,
-    TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+def _reduce(
+    pid, parts, out, n_rows, n_cols, scale,
+    SPLITS: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out[m, n] (or out[n, m]) = scale · Σ_s parts[s, m, n], in the order of s."""
-    tiles_n = tl.cdiv(n_cols, BLOCK_N)
-    offs_m = (pid // tiles_n) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = (pid % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (offs_m < n_rows)[:, None] & (offs_n < n_cols)[None, :]
-    at = offs_m[:, None].to(tl.int64) * n_cols + offs_n[None, :]
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for _ in range(splits):
-        acc += tl.load(parts + at, mask=mask, other=0.0)
-        parts += n_rows * n_cols
-    acc = acc * scale
+    """out[m, n] (out[n, m] where TRANSPOSED) = scale · Σ_s parts[s, m, n], in the order of s."""
     if TRANSPOSED:
-        at = offs_n[:, None].to(tl.int64) * n_rows + offs_m[None, :]
-        mask = (offs_n < n_cols)[:, None] & (offs_m < n_rows)[None, :]
-        acc = tl.trans(acc)
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+        tiles_n = tl.cdiv(n_cols, BLOCK_N)
+        offs_m = (pid // tiles_n) * BLOCK_M + tl.arange(0, BLOCK_M)
+        offs_n = (pid % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask = (offs_m < n_rows)[:, None] & (offs_n < n_cols)[None, :]
+        at = parts + offs_m[:, None] * n_cols + offs_n[None, :]
+        total = tl.trans(_sum_splits(at, n_rows * n_cols, mask, SPLITS)) * scale
+        to = offs_n[:, None] * n_rows + offs_m[None, :]
+        tl.store(out + to, total.to(out.dtype.element_ty), mask=(offs_n < n_cols)[:, None] & (offs_m < n_rows)[None, :])
+    else:
+        size = n_rows * n_cols
+        offs = pid * BLOCK + tl.arange(0, BLOCK)
+        total = _sum_splits(parts + offs, size, offs < size, SPLITS) * scale
+        tl.store(out + offs, total.to(out.dtype.element_ty), mask=offs < size)
+
+
+@triton.jit
+def _sum_splits(at, size, mask, SPLITS: tl.constexpr):
+    """Σ_s at[s · size]: eight loads in flight at a time, added in the order of s."""
+    acc = tl.load(at, mask=mask, other=0.0)
+    for _ in tl.static_range((SPLITS - 1) % 8):
+        at += size
+        acc += tl.load(at, mask=mask, other=0.0)
+    for _ in range((SPLITS - 1) // 8):
+        for _ in tl.static_range(8):
+            at += size
+            acc += tl.load(at, mask=mask, other=0.0)
+    return acc
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -69,22 +84,31 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def reduce_partials(
-    parts: tuple[Tensor | None, ...], outs: tuple[Tensor | None, ...], scale: float, transposed: tuple[bool, bool]
+    parts: tuple[Tensor | None, ...],
+    outs: tuple[Tensor | None, ...],
+    scales: tuple[float, float],
+    transposed: tuple[bool, bool],
 ) -> None:
-    """outs[k] = scale · Σ_s parts[k][s] for the one or two k that are not None, in one launch and in a fixed order.
+    """outs[k] = scales[k] · Σ_s parts[k][s] for the one or two k that are not None, in one launch and a fixed order.
 
-    parts[k]: float32 [S, M, N], contiguous. outs[k]: contiguous, [M, N], or [N, M] where transposed[k].
+    parts[k]: float32 [S, M, N], contiguous, under 2^31 elements a split. outs[k]: contiguous, M · N elements, as
+    [N, M] where transposed[k].
     """
-    jobs = [(p, o, t) for p, o, t in zip(parts, outs, transposed, strict=True) if p is not None and o is not None]
+    jobs = [job for job in zip(parts, outs, scales, transposed, strict=True) if job[0] is not None]
     if not jobs:
         return
-    # One program per few thousand sums: these arrays are small, and the launch has to be wide to be short.
-    widest = max(p.shape[1] * p.shape[2] for p, _, _ in jobs)
-    block_m, block_n = (16, 64) if widest >= 1 << 17 else (8, 32)
-    programs = [cdiv(p.shape[1], block_m) * cdiv(p.shape[2], block_n) for p, _, _ in jobs]
-    if len(jobs) == 1:
-        jobs, programs = jobs * 2, [*programs, 0]
-    (a, a_out, a_t), (b, b_out, b_t) = jobs
-    _reduce_kernel[(sum(programs),)](
-        a, a_out, *a.shape, b, b_out, *b.shape, programs[0], scale, a_t, b_t, block_m, block_n, num_warps=2
-    )
+    # A short launch has to be a wide one: up to a million sums a thread adds four numbers of each partial.
+    small = sum(p.shape[1] * p.shape[2] for p, *_ in jobs if p is not None) <= 1 << 20
+    block, block_m, block_n, warps = (256, 16, 16, 2) if small else (1024, 16, 64, 4)
+    programs = [
+        cdiv(p.shape[1], block_m) * cdiv(p.shape[2], block_n) if flip else cdiv(p.shape[1] * p.shape[2], block)
+        for p, _, _, flip in jobs
+        if p is not None
+    ]
+    total = sum(programs)
+    (a, a_out, a_scale, a_flip), (b, b_out, b_scale, b_flip) = jobs[0], jobs[-1]
+    assert a is not None and b is not None
+    _reduce_kernel[(total,)](
+        a, a_out, a.shape[1], a.shape[2], a_scale, b, b_out, b.shape[1], b.shape[2], b_scale, programs[0],
+        a.shape[0], a_flip, b.shape[0], b_flip, block, block_m, block_n, num_warps=warps,
+    )  # fmt: skip

@@ -1,0 +1,126 @@
+"""`python -m harness quick | sweep | verdict | figures | compare | selfcheck`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from harness import comparison, figure, quickcheck, stamp, sweeper, throttle, verdicts
+from harness.measure import DeadContext
+from harness.record import RecordError
+
+DTYPES = ("fp16", "bf16", "fp32", "all")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(prog="python -m harness", description="Measures, records and judges the kernels.")
+    commands = top.add_subparsers(dest="command", required=True)
+
+    quick = commands.add_parser("quick", help="seconds: every op, every backend")
+    quick.add_argument("--dtype", choices=DTYPES, default="fp16")
+    quick.add_argument("--op", help="only this op")
+
+    sweep = commands.add_parser("sweep", help="ceilings, every case of every family, figures; resumes")
+    sweep.add_argument("--family", help="only this family")
+    sweep.add_argument("--dtype", choices=DTYPES, default="fp16")
+    sweep.add_argument("--out", help="folder of the records, data/<gpu> by default")
+    sweep.add_argument("--op", help="only this op")
+    sweep.add_argument("--case", default="*", help="only cases whose name matches this shell pattern")
+    sweep.add_argument("--jobs", type=int, help="processes that compile beforehand (number of CPUs; 0: none)")
+    sweep.add_argument("--retry", action="store_true", help="measure failed and invalid rows again")
+    sweep.add_argument("--figures", default="out/figures", help="folder of the figures")
+
+    for command in (quick, sweep):
+        command.add_argument("--allow-busy", action="store_true", help="measure though the GPU is busy")
+
+    verdict = commands.add_parser("verdict", help="geometric means over the cases of a recorded run")
+    verdict.add_argument("--dir", help="data/<gpu>")
+    verdict.add_argument("--dtype", choices=DTYPES[:3], default="fp16")
+    verdict.add_argument("--format", choices=("text", "json", "markdown"), default="text")
+
+    figures = commands.add_parser("figures", help="PNG and SVG of a recorded run, no GPU needed")
+    figures.add_argument("--dir", help="data/<gpu>")
+    figures.add_argument("--out", default="out/figures")
+
+    compare = commands.add_parser("compare", help="faster | same | slower | unclear per row; exits 1 on slower")
+    compare.add_argument("run_a", metavar="RUN_A", help="file or folder")
+    compare.add_argument("run_b", metavar="RUN_B", help="file or folder")
+    compare.add_argument("--foreign", action="store_true", help="compare runs of two cards")
+
+    commands.add_parser("selfcheck", help="checks the measuring itself on this GPU in under a minute")
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; 0 fine, 1 a row failed or became slower, 2 it could not be done (the message says why)."""
+    arguments = parser().parse_args(argv)
+    try:
+        return int(globals()[f"_{arguments.command}"](arguments))
+    except (sweeper.NoGpu, throttle.BusyGpu, RecordError, FileNotFoundError, ValueError) as error:
+        print(f"harness: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("harness: stopped; finished cases are kept, and the same command goes on from there", file=sys.stderr)
+        return 130
+
+
+def _quick(arguments: argparse.Namespace) -> int:
+    if stamp.environment()["gpu"] is None:
+        print("no GPU: the maths of every backend at tiny sizes on the CPU, no times")
+    rows = quickcheck.quick(arguments.op, arguments.dtype, allow_busy=arguments.allow_busy, echo=print)
+    return 0 if quickcheck.passed(rows) else 1
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    try:
+        folder = sweeper.sweep(
+            arguments.family,
+            arguments.dtype,
+            arguments.out,
+            case=arguments.case,
+            op=arguments.op,
+            jobs=arguments.jobs,
+            retry=arguments.retry,
+            allow_busy=arguments.allow_busy,
+        )
+    except DeadContext as error:
+        row = error.rows[-1]
+        print(f"{row['op']} {row['case']} {row['backend']}: {row['reason']}; going on in a new process", flush=True)
+        again = [argument for argument in sys.argv[1:] if argument != "--retry"]
+        # Replacing this process frees the memory that its dead context holds.
+        os.execv(sys.executable, [sys.executable, "-m", "harness", *again])
+    print(f"figures in {figure.figures(folder, arguments.figures)}")
+    print(verdicts.verdict(folder, "fp16" if arguments.dtype == "all" else arguments.dtype, format="text"))
+    return 0
+
+
+def _verdict(arguments: argparse.Namespace) -> int:
+    print(verdicts.verdict(arguments.dir, arguments.dtype, format=arguments.format))
+    return 0
+
+
+def _figures(arguments: argparse.Namespace) -> int:
+    print(f"figures in {figure.figures(arguments.dir, arguments.out)}")
+    return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    changes = comparison.compare(arguments.run_a, arguments.run_b, foreign=arguments.foreign)
+    for change in changes:
+        print(change)
+    print(comparison.summary(changes))
+    return 1 if comparison.worse(changes) else 0
+
+
+def _selfcheck(arguments: argparse.Namespace) -> int:
+    from harness import selfcheck
+
+    sweeper.require_gpu()
+    return selfcheck.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

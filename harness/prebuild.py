@@ -1,0 +1,108 @@
+"""Compiles kernels in many processes before anything is timed, so that the sweep finds them in the disk caches.
+
+Each worker runs its share of (op, case, dtype, backend) once, forward alone and with backward. What a worker can't
+run is only counted here: the sweep meets it again and makes it a row.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Sequence
+from queue import Empty
+from typing import Any
+
+import torch
+
+from harness.stamp import DTYPES
+
+# A CUDA context and the largest case's tensors.
+WORKER_BYTES = 2 * 2**30
+Task = tuple[str, str, str, str]
+
+
+def cpu_count() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def prebuild(tasks: Sequence[Task], *, jobs: int | None = None, echo: Callable[[str], None] = print) -> dict[str, int]:
+    """Runs every task once in `jobs` processes (the number of CPUs by default); {"built", "failed", "lost"} counts.
+
+    A worker that dies takes only the rest of its share with it: those kernels are compiled when the sweep meets them.
+    """
+    tasks = [task for task in tasks if task[3] != "eager"]
+    jobs = max(1, min(jobs or cpu_count(), len(tasks), _room()))
+    started = time.monotonic()
+    outcomes = _in_processes(tasks, jobs) if jobs > 1 else [run_task(task, _device()) for task in tasks]
+    counts = {
+        "built": sum(outcome is None for outcome in outcomes),
+        "failed": sum(outcome is not None for outcome in outcomes),
+        "lost": len(tasks) - len(outcomes),
+    }
+    text = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "nothing to build"
+    echo(f"prebuild: {text} in {jobs} processes  {time.monotonic() - started:.1f} s")
+    return counts
+
+
+def run_task(task: Task, device: torch.device) -> str | None:
+    """One forward, and one forward with backward; None, or why it failed."""
+    from kernels.registry import ops
+
+    name, case_name, dtype, backend = task
+    try:
+        op = ops()[name]
+        case = next(case for case in (*op.cases, op.quick, op.tiny) if case.name == case_name)
+        inputs = op.make(case.dims, DTYPES[dtype], device, 0, requires_grad=True)
+        with torch.no_grad():
+            op.run({key: value.detach() for key, value in inputs.items()}, backend)
+        op.run(inputs, backend).backward(torch.ones(op.out_shape(case.dims), dtype=DTYPES[dtype], device=device))
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    except Exception as error:
+        return f"{'/'.join(task)}: {type(error).__name__}: {error}"
+    return None
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _room() -> int:
+    """How many workers the card's free memory holds."""
+    return torch.cuda.mem_get_info()[0] // WORKER_BYTES if torch.cuda.is_available() else cpu_count()
+
+
+def _in_processes(tasks: Sequence[Task], jobs: int) -> list[str | None]:
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    workers = [context.Process(target=_worker, args=(tasks[i::jobs], queue), daemon=True) for i in range(jobs)]
+    for worker in workers:
+        worker.start()
+    outcomes: list[str | None] = []
+    try:
+        while len(outcomes) < len(tasks):
+            try:
+                outcomes.append(queue.get(timeout=0.5))
+            except Empty:
+                if not any(worker.is_alive() for worker in workers):
+                    break
+    finally:
+        for worker in workers:
+            worker.join(timeout=10)
+            if worker.is_alive():
+                worker.terminate()
+    return outcomes
+
+
+def _worker(tasks: Sequence[Task], queue: Any) -> None:
+    import torch._inductor.config as inductor
+
+    # Every CPU has a worker already.
+    torch.set_num_threads(1)
+    inductor.compile_threads = 1
+    for task in tasks:
+        queue.put(run_task(task, _device()))
+        if task[3] == "compile":
+            torch._dynamo.reset()

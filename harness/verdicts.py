@@ -1,0 +1,191 @@
+"""The verdict of a recorded run: per op and backend, how much better than eager and torch.compile, over all cases."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness import record, stamp
+from harness.record import Record, Row
+from harness.statistic import Ratio, geometric_mean, mean_ratio
+from kernels.registry import ops
+
+BASELINES = ("eager", "compile")
+# Name -> (the row's phase and samples, the baseline).
+RATIOS = {
+    "dev_eager": ("fwd", "dev_us", "eager"),
+    "dev_compile": ("fwd", "dev_us", "compile"),
+    "fbdev_eager": ("fwdbwd", "dev_us", "eager"),
+    "fbdev_compile": ("fwdbwd", "dev_us", "compile"),
+    "fb_eager": ("fwdbwd", "wall_us", "eager"),
+    "fb_compile": ("fwdbwd", "wall_us", "compile"),
+}
+COLUMNS = ("op", "backend", "dtype", "n", "n_ok", *RATIOS, "vram", "ulp", "eager_ulp", "worst_case")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One op on one backend; `values` hold COLUMNS, `ratios` the intervals, `notes` what the means leave out."""
+
+    values: dict[str, Any]
+    ratios: dict[str, Ratio | None]
+    notes: tuple[str, ...]
+
+
+def judge(rows: Sequence[Row], op: str, backend: str, dtype: str, cases: Sequence[str] = ()) -> Verdict:
+    """The verdict over one op's rows; each mean takes the cases in which both sides are ok.
+
+    cases: what the full sweep holds; a case without a row counts in n.
+    """
+    found = {(row["case"], row["backend"]): row for row in rows if row["op"] == op and row["dtype"] == dtype}
+    names = tuple(dict.fromkeys([*cases, *(case for case, _ in found)]))
+    ok = {key: row for key, row in found.items() if row["status"] == "ok"}
+    mine = {case: ok[case, backend] for case in names if (case, backend) in ok}
+    base = {b: {case: ok[case, b] for case in mine if (case, b) in ok} for b in BASELINES}
+
+    ratios = {
+        name: mean_ratio(
+            [(_samples(base[b][case], phase, kind), _samples(mine[case], phase, kind)) for case in base[b]]
+        )
+        for name, (phase, kind, b) in RATIOS.items()
+    }
+    eager = base["eager"]
+    values: dict[str, Any] = {"op": op, "backend": backend, "dtype": dtype, "n": len(names), "n_ok": len(mine)}
+    values |= {name: None if ratio is None else ratio.value for name, ratio in ratios.items()}
+    values["vram"] = _mean(eager[case]["vram_fwdbwd"] / mine[case]["vram_fwdbwd"] for case in eager)
+    values["ulp"] = _mean(row["ulp"] for row in mine.values())
+    values["eager_ulp"] = _mean(row["ulp"] for row in eager.values())
+    values["worst_case"] = _worst(mine, base)
+    return Verdict(values, ratios, tuple(_notes(names, mine, base, found, backend)))
+
+
+def _samples(row: Row, phase: str, kind: str) -> list[float]:
+    samples: list[float] = row[phase][kind]
+    return samples if kind == "dev_us" else [min(samples)]
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return geometric_mean(found) if found else None
+
+
+def _worst(mine: dict[str, Row], base: dict[str, dict[str, Row]]) -> str | None:
+    """The case with the lowest device ratio, forward or with backward, against either baseline."""
+    least: dict[str, float] = {}
+    for phase, kind, b in RATIOS.values():
+        if kind == "dev_us":
+            for case, other in base[b].items():
+                ratio = min(other[phase][kind]) / min(mine[case][phase][kind])
+                least[case] = min(ratio, least.get(case, ratio))
+    return min(least, key=lambda case: least[case]) if least else None
+
+
+def _notes(
+    names: Sequence[str], mine: dict[str, Row], base: dict[str, dict[str, Row]], found: dict[Any, Row], backend: str
+) -> Iterable[str]:
+    for case in names:
+        row = found.get((case, backend))
+        if row is None:
+            yield f"{case}: not measured"
+        elif row["status"] != "ok":
+            yield f"{case}: {row['status']}: {row['reason']}"
+    for baseline, rows in base.items():
+        absent = [case for case in mine if case not in rows]
+        if absent:
+            yield f"against {baseline}: without {', '.join(absent)}"
+    for flag in ("noisy", "throttled"):
+        marked = [case for case, row in mine.items() if row[flag]]
+        if marked:
+            yield f"{flag}: {', '.join(marked)}"
+
+
+def verdicts(source: str | Path | Record | None = None, dtype: str = "fp16") -> list[Verdict]:
+    """One verdict per op and kernel backend of a folder of recorded runs (data/<gpu>), of a file, or of a loaded run.
+
+    source: None means the only recorded folder under data/, or this card's.
+    """
+    if isinstance(source, Record):
+        runs = [source]
+    else:
+        folder = Path(source) if source is not None else default_dir()
+        loaded = {folder.stem: record.load(folder)} if folder.is_file() else record.load_dir(folder)
+        runs = [run for name, run in loaded.items() if name != "ceilings"]
+    order = list(ops())
+    made = []
+    for run in runs:
+        rows = [row for row in run.rows if row["dtype"] == dtype]
+        for op in dict.fromkeys(row["op"] for row in rows):
+            cases = [case.name for case in ops()[op].cases] if op in ops() else []
+            backends = dict.fromkeys(row["backend"] for row in rows if row["op"] == op)
+            made += [judge(rows, op, b, dtype, cases) for b in backends if b not in BASELINES]
+    return sorted(made, key=lambda v: order.index(v.values["op"]) if v.values["op"] in order else len(order))
+
+
+def default_dir() -> Path:
+    """This card's recorded folder where there is one, else the first of data/; FileNotFoundError without any."""
+    found = stamp.recorded_dirs()
+    if not found:
+        raise FileNotFoundError("there is no recorded run under data/: sweep makes one on a GPU")
+    gpu = stamp.environment()["gpu"]
+    return next((path for path in found if gpu and path.name == stamp.slug(gpu)), found[0])
+
+
+def verdict(source: str | Path | Record | None = None, dtype: str = "fp16", *, format: str = "rows") -> Any:
+    """The verdict as a list of dicts ("rows"), or as a string: "json", "markdown" or "text".
+
+    Ratios are geometric means over the cases; above 1 this backend is better. dev: forward device time, fbdev: forward
+    and backward device time, fb: forward and backward wall, vram: peak memory with backward.
+    """
+    made = verdicts(source, dtype)
+    rows = [v.values for v in made]
+    if format == "rows":
+        return rows
+    if format == "json":
+        return json.dumps(record.strict(rows), indent=1, allow_nan=False)
+    if format == "markdown":
+        return "\n".join(_table(made))
+    if format == "text":
+        return "\n".join(_text(made, dtype))
+    raise ValueError(f"format: got {format!r}, wanted rows, json, markdown or text")
+
+
+def _cell(v: Verdict, name: str) -> str:
+    value = v.values[name]
+    if value is None:
+        return "–"
+    ratio = v.ratios.get(name)
+    if ratio is not None:
+        return f"{value:.2f}{' (tie)' if ratio.tie else ''}"
+    return f"{value:.2f}" if name == "vram" else f"{value:.1f}"
+
+
+def _cells(v: Verdict) -> list[str]:
+    numbers = [_cell(v, name) for name in (*RATIOS, "vram", "ulp", "eager_ulp")]
+    counts = f"{v.values['n_ok']}/{v.values['n']}"
+    return [v.values["op"], v.values["backend"], counts, *numbers, v.values["worst_case"] or "–"]
+
+
+HEADER = ["op", "backend", "ok", *(name.replace("_", "/") for name in RATIOS), "vram", "ULP", "eager ULP", "worst case"]
+
+
+def _table(made: Sequence[Verdict]) -> list[str]:
+    rule = ["---"] * 2 + ["---:"] * (len(HEADER) - 3) + ["---"]
+    return ["| " + " | ".join(cells) + " |" for cells in [HEADER, rule, *(_cells(v) for v in made)]]
+
+
+def _text(made: Sequence[Verdict], dtype: str) -> Iterable[str]:
+    rows = [HEADER, *(_cells(v) for v in made)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
+    yield f"{dtype}: geometric means over the cases; above 1 this backend is better; a tie's 95 % interval contains 1"
+    for index, row in enumerate(rows):
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        if index:
+            v = made[index - 1]
+            spans = [f"{n.replace('_', '/')} {r.low:.2f}–{r.high:.2f}" for n, r in v.ratios.items() if r is not None]
+            yield f"    95 %: {', '.join(spans) or 'no case'}"
+            yield from (f"    {note}" for note in v.notes)
+    if not made:
+        yield "no rows of this dtype"

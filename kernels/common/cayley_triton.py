@@ -1,0 +1,272 @@
+"""The Cayley transform and its backward as Triton device functions; formulas in kernels/common/cayley.py.
+
+Three forms of the same elimination, by block size S: up to 4 in scalars of every thread, up to 16 with a row of the
+system in a register of every lane, above with a kernel of its own. Blocks never mix: what is not finite stays in its own.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.common.cayley import MAX_INLINE, pad
+
+
+@triton.jit
+def solve_scalars(blocks, factor, S: tl.constexpr):
+    """D of the one block at `blocks` as a tuple of S · S float32 scalars, row by row."""
+    entries = ()
+    for i in tl.static_range(S * S):
+        entries = entries + (tl.load(blocks + i).to(tl.float32),)
+    system = ()
+    for r in tl.static_range(S):
+        for c in tl.static_range(S):
+            system = system + ((1.0 if r == c else 0.0) - factor * (entries[r * S + c] - entries[c * S + r]),)
+        for c in tl.static_range(S):
+            system = system + (2.0 * factor * (entries[r * S + c] - entries[c * S + r]),)
+    for p in tl.static_range(S):
+        inverse = 1.0 / system[p * 2 * S + p]
+        pivot = ()
+        for c in tl.static_range(2 * S):
+            pivot = pivot + (system[p * 2 * S + c] * inverse,)
+        swept = ()
+        for r in tl.static_range(S):
+            for c in tl.static_range(2 * S):
+                if r == p:
+                    swept = swept + (pivot[c],)
+                else:
+                    swept = swept + (system[r * 2 * S + c] - system[r * 2 * S + p] * pivot[c],)
+        system = swept
+    delta = ()
+    for r in tl.static_range(S):
+        for c in tl.static_range(S):
+            delta = delta + (system[r * 2 * S + S + c],)
+    return delta
+
+
+@triton.jit
+def finish_scalars(product, delta, S: tl.constexpr):
+    """∂L/∂Q - ∂L/∂Qᵀ of one block, from P and D as tuples of scalars."""
+    half = ()
+    for i in tl.static_range(S):
+        for j in tl.static_range(S):
+            value = product[i * S + j]
+            for n in tl.static_range(S):
+                value += 0.5 * delta[n * S + i] * product[n * S + j]
+            half = half + (value,)
+    both = ()
+    for i in tl.static_range(S):
+        for j in tl.static_range(S):
+            value = half[i * S + j]
+            for n in tl.static_range(S):
+                value += 0.5 * delta[j * S + n] * half[i * S + n]
+            both = both + (value,)
+    grad = ()
+    for i in tl.static_range(S):
+        for j in tl.static_range(S):
+            grad = grad + (2.0 * (both[i * S + j] - both[j * S + i]),)
+    return grad
+
+
+@triton.jit
+def solve_lanes(blocks, delta, factor, first, n_k, S: tl.constexpr, N: tl.constexpr):
+    """delta[k] = D of the N blocks from `first` on (N a power of two, S ≤ 16), by Gauss-Jordan on [I - Q | 2 Q].
+
+    A row of the system is a register of every lane and a column is a lane, so that the pivot row is at hand and a
+    column's entry comes by one shuffle: no barrier. Warps that share blocks repeat the work and write the same bits.
+    """
+    P: tl.constexpr = triton.next_power_of_2(S)
+    block = first + tl.arange(0, N)[:, None]
+    lanes = tl.arange(0, 2 * P)[None, :]
+    cols = lanes % P
+    mask = (block < n_k) & (cols < S)
+    at = block.to(tl.int64) * (S * S)
+    system = ()
+    for r in tl.static_range(S):
+        q = tl.load(blocks + at + r * S + cols, mask=mask, other=0.0).to(tl.float32)
+        q = factor * (q - tl.load(blocks + at + cols * S + r, mask=mask, other=0.0).to(tl.float32))
+        system = system + (tl.where(lanes < P, tl.where(cols == r, 1.0, 0.0) - q, 2.0 * q),)
+    for p in tl.static_range(S):
+        from_p = tl.full((N, 2 * P), p, tl.int32)
+        pivot = system[p] * (1.0 / tl.gather(system[p], from_p, axis=1))
+        swept = ()
+        for r in tl.static_range(S):
+            if r == p:
+                swept = swept + (pivot,)
+            else:
+                swept = swept + (system[r] - tl.gather(system[r], from_p, axis=1) * pivot,)
+        system = swept
+    for r in tl.static_range(S):
+        tl.store(delta + at + r * S + cols, system[r], mask=mask & (lanes >= P))
+
+
+@triton.jit
+def _solve_kernel(blocks, delta, shrink, S: tl.constexpr, P: tl.constexpr, HAS_SHRINK: tl.constexpr):
+    """delta[k] = D of one block of any size: the same elimination on a [P, 2 P] tile, rows and columns by reductions."""
+    at = tl.program_id(0).to(tl.int64) * (S * S)
+    rows = tl.arange(0, P)[:, None]
+    lanes = tl.arange(0, 2 * P)[None, :]
+    cols = lanes % P
+    mask = (rows < S) & (cols < S)
+    q = tl.load(blocks + at + rows * S + cols, mask=mask, other=0.0).to(tl.float32)
+    q -= tl.load(blocks + at + cols * S + rows, mask=mask, other=0.0).to(tl.float32)
+    if HAS_SHRINK:
+        q *= tl.load(shrink)
+    system = tl.where(lanes < P, tl.where(rows == cols, 1.0, 0.0) - q, 2.0 * q)
+    for p in range(S):
+        row = tl.sum(tl.where(rows == p, system, 0.0), axis=0)[None, :]
+        pivot = row / tl.sum(tl.where(lanes == p, row, 0.0), axis=1)[:, None]
+        column = tl.sum(tl.where(lanes == p, system, 0.0), axis=1)[:, None]
+        system = tl.where(rows == p, pivot, system - column * pivot)
+    tl.store(delta + at + rows * S + cols, system, mask=mask & (lanes >= P))
+
+
+@triton.jit
+def _solve_lanes_kernel(blocks, delta, shrink, n_k, S: tl.constexpr, N: tl.constexpr, HAS_SHRINK: tl.constexpr):
+    """delta[k] of N blocks by `solve_lanes`."""
+    factor = 1.0
+    if HAS_SHRINK:
+        factor = tl.load(shrink)
+    solve_lanes(blocks, delta, factor, tl.program_id(0) * N, n_k, S, N)
+
+
+def solve(blocks: Tensor, delta: Tensor, shrink: Tensor | None, programs: int, sms: int) -> bool:
+    """Writes delta[k, s, s] in a launch of its own, or returns True: each of `programs` had better solve its blocks inline.
+
+    Inline saves a launch while every SM has one program at most; beyond, the shuffles of programs that solve the same
+    blocks cost more (1280 channels, 1024 tokens on an H200: 8.1 µs inline, 2.5 µs alone).
+    """
+    count, size, _ = blocks.shape
+    if size <= MAX_INLINE:
+        if programs <= sms:
+            return True
+        _solve_lanes_kernel[(count,)](blocks, delta, shrink, count, size, 1, shrink is not None, num_warps=1)
+        return False
+    width = triton.next_power_of_2(size)
+    _solve_kernel[(count,)](blocks, delta, shrink, size, width, shrink is not None, num_warps=4 if width <= 32 else 8)
+    return False
+
+
+@triton.jit
+def tile_entries(first, n_k, S: tl.constexpr, N: tl.constexpr, P: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """(n, m, offset in [k, S, S], exists) over an [N, P, P] tile of N blocks whose axes are (block, n, m) or (block, m, n)."""
+    block = first + tl.arange(0, N)[:, None, None]
+    rows, cols = tl.arange(0, P)[None, :, None], tl.arange(0, P)[None, None, :]
+    n, m = (cols, rows) if TRANSPOSED else (rows, cols)
+    exists = (block < n_k) & (n < S) & (m < S)
+    return n, m, block.to(tl.int64) * (S * S) + n * S + m, exists
+
+
+@triton.jit
+def split(value, dtype: tl.constexpr, BOUNDED: tl.constexpr):
+    """A float32 [N, P, P] tile as (high, low, factor): value = (high + low) · factor to twice the precision of `dtype`.
+
+    float16 tiles are scaled by a power of two that keeps both parts clear of its range's ends; BOUNDED says that no
+    entry passes 2 (as in R - I), which makes that power a constant. A float32 tile is its own high part.
+    """
+    if dtype == tl.float32:
+        return value, value, 1.0
+    elif dtype == tl.float16:
+        if BOUNDED:
+            factor = 1.0 / 16384.0
+            scaled = value * 16384.0
+        else:
+            top = tl.max(tl.max(tl.max(tl.abs(value), axis=2), axis=1), axis=0)
+            exponent = tl.minimum(tl.maximum(top, 1e-30), 1e30).to(tl.int32, bitcast=True) & 0x7F800000
+            factor = exponent.to(tl.float32, bitcast=True) * (1.0 / 16384.0)
+            scaled = value * ((0x7F000000 - exponent).to(tl.float32, bitcast=True) * 16384.0)
+        high = scaled.to(tl.float16)
+        return high, (scaled - high.to(tl.float32)).to(tl.float16), factor
+    else:
+        high = value.to(dtype)
+        return high, (value - high.to(tl.float32)).to(dtype), 1.0
+
+
+@triton.jit
+def rotation(
+    delta, rescale, first, n_k, dtype: tl.constexpr, S: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    TRANSPOSED: tl.constexpr, HAS_RESCALE: tl.constexpr,
+):  # fmt: skip
+    """M = D diag(r) + diag(r - 1) of N blocks (M = D without rescale) as an [N, P, P] tile, through `split`."""
+    n, m, offs, exists = tile_entries(first, n_k, S, N, P, TRANSPOSED)
+    value = tl.load(delta + offs, mask=exists, other=0.0)
+    if HAS_RESCALE:
+        block = first + tl.arange(0, N)[:, None, None]
+        r = tl.load(rescale + block * S + m, mask=(block < n_k) & (m < S), other=1.0).to(tl.float32)
+        value = value * r + tl.where(n == m, r - 1.0, 0.0)
+    return split(value, dtype, not HAS_RESCALE)
+
+
+@triton.jit
+def dot_left(high, low, tile, PRECISION: tl.constexpr):
+    """(high + low) @ tile."""
+    out = tl.dot(high, tile, input_precision=PRECISION)
+    if high.dtype != tl.float32:
+        out = tl.dot(low, tile, out)
+    return out
+
+
+@triton.jit
+def dot_right(tile, high, low, PRECISION: tl.constexpr):
+    """tile @ (high + low)."""
+    out = tl.dot(tile, high, input_precision=PRECISION)
+    if high.dtype != tl.float32:
+        out = tl.dot(tile, low, out)
+    return out
+
+
+@triton.jit
+def finish_tile(
+    product, blocks_grad, rescale_grad, delta, rescale, first, n_k, S: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    NEED_BLOCKS: tl.constexpr, NEED_RESCALE: tl.constexpr, HAS_RESCALE: tl.constexpr,
+):  # fmt: skip
+    """Writes the gradients of N blocks and of their rescale, from product[N, n, m] = Σ (input n) · (gradient of output m)."""
+    n, m, offs, exists = tile_entries(first, n_k, S, N, P, False)
+    d = tl.load(delta + offs, mask=exists, other=0.0)
+    block = first + tl.arange(0, N)[:, None]
+    offs_o = block * S + tl.arange(0, P)[None, :]
+    mask_o = (block < n_k) & (tl.arange(0, P)[None, :] < S)
+    if NEED_RESCALE:
+        value = tl.sum(d * product + tl.where(n == m, product, 0.0), axis=1)
+        tl.store(rescale_grad + offs_o, value.to(rescale_grad.dtype.element_ty), mask=mask_o)
+    if NEED_BLOCKS:
+        if HAS_RESCALE:
+            product *= tl.load(rescale + offs_o, mask=mask_o, other=0.0).to(tl.float32)[:, None, :]
+        xt = tl.where(n == m, 1.0, 0.0) + 0.5 * tl.permute(d, (0, 2, 1))
+        half = tl.dot(tl.dot(xt, product, input_precision="ieee"), xt, input_precision="ieee")
+        value = 2.0 * (half - tl.permute(half, (0, 2, 1)))
+        tl.store(blocks_grad + offs, value.to(blocks_grad.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _finish_kernel(
+    parts, blocks_grad, rescale_grad, delta, rescale, splits, n_k, S: tl.constexpr, P: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    NEED_BLOCKS: tl.constexpr, NEED_RESCALE: tl.constexpr, HAS_RESCALE: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0)
+    n, m, offs, exists = tile_entries(first, n_k, S, 1, P, False)
+    product = tl.zeros((P, P), tl.float32)
+    for start in range(0, splits, BLOCK_SPLITS):
+        split = start + tl.arange(0, BLOCK_SPLITS)[:, None, None]
+        at = parts + split.to(tl.int64) * n_k * (S * S) + offs
+        product += tl.sum(tl.load(at, mask=exists & (split < splits), other=0.0), axis=0)
+    finish_tile(
+        product[None, :, :], blocks_grad, rescale_grad, delta, rescale, first, n_k, S, 1, P,
+        NEED_BLOCKS, NEED_RESCALE, HAS_RESCALE,
+    )  # fmt: skip
+
+
+def finish(
+    parts: Tensor, blocks_grad: Tensor | None, rescale_grad: Tensor | None, delta: Tensor, rescale: Tensor | None
+) -> None:
+    """Writes the gradients of blocks and rescale from float32 parts[splits, k, s, s], summed in the order of the splits."""
+    splits, count, size, _ = parts.shape
+    # All partials of a block in flight at once, as far as registers go.
+    at_once, warps = 2, 4 if size <= 32 else 8
+    if size <= 16:
+        at_once, warps = (8, 1) if splits <= 8 else (32, 4)
+    _finish_kernel[(count,)](
+        parts, blocks_grad, rescale_grad, delta, rescale, splits, count, size, pad(size), at_once,
+        blocks_grad is not None, rescale_grad is not None, rescale is not None, num_warps=warps,
+    )  # fmt: skip
