@@ -232,7 +232,6 @@ def bypass_forward(
     flat, up, down = ready(rows(x)), ready(up), ready(down)
     base = None if base is None else _base(rows(base), target)
     (n_t, n_i), (n_o, n_r) = flat.shape, up.shape
-<<<<<<< HEAD
     config = config or bypass_config(n_t, n_o, n_i, n_r, x.dtype, target, sms)
     shared = {"BLOCK_R": _rank_block("lora_bypass", n_r, target), "dtype": dtype_name(x.dtype)}
     last = {
@@ -240,29 +239,6 @@ def bypass_forward(
         "base_dtype": None if base is None else dtype_name(base.dtype),
         "save_z": needs[1],
     }
-=======
-    first, second = config or (
-        down_config(n_t, n_i, n_r, x.dtype, target, sms),
-        up_config(n_t, n_o, n_r, x.dtype, target, sms),
-    )
-    block_r, dtype = _rank_block("lora_bypass", n_r, target), dtype_name(x.dtype)
-    parts = x.new_empty((cdiv(n_i, first.span), n_t, n_r), dtype=torch.float32)
-    make_z = build(kernels.down_rows, target, **sizes(target, I=n_i, R=n_r), BLOCK_R=block_r, dtype=dtype, config=first)
-    make_z(flat, down, parts)
-    single = len(parts) == 1
-    z = parts[0] if single else x.new_empty((n_t, n_r), dtype=torch.float32) if needs[1] else None
-    make_y = build(
-        kernels.up_tile,
-        target,
-        **sizes(target, O=n_o, R=n_r),
-        BLOCK_R=block_r,
-        dtype=dtype,
-        out_dtype=dtype_name(out_dtype),
-        base_dtype=None if base is None else dtype_name(base.dtype),
-        save_z=z is not None and not single,
-        config=second,
-    )
->>>>>>> main
     out = torch.empty((*x.shape[:-1], n_o), dtype=out_dtype, device=x.device)
     z = x.new_empty((n_t, n_r), dtype=torch.float32) if needs[1] else None
     if isinstance(config, Fused):
