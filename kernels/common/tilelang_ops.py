@@ -22,19 +22,21 @@ def to_operand(dsl: Dsl, value: Any, operand: Any, factor: Any) -> Any:
     T = dsl.T
     rows, cols = value.shape
 
-    def exponent(top: Any) -> Any:
-        # An expression and no variable of the kernel: in a pipelined loop TileLang loses the scope of one.
-        return T.reinterpret(T.max(T.min(top, 1e38), 16384.0), "int32") & 0x7F800000
-
     @T.macro
     def scaled(value, operand, factor):  # type: ignore[no-untyped-def]
         row_top = dsl.fragment((rows,))
         top = dsl.fragment((1,))
+        inverse = dsl.fragment((1,))
         T.reduce_absmax(value, row_top, dim=1)
         T.reduce_max(row_top, top, dim=0)
-        factor[0] = T.reinterpret(exponent(top[0]), "float32") * (1.0 / 16384.0)
+        # Registers for the powers of two: TileLang loses plain variables that are bound inside a pipelined loop.
+        top[0] = T.reinterpret(
+            T.reinterpret(T.max(T.min(top[0], 1e38), 16384.0), "int32") & 0x7F800000, "float32"
+        )
+        factor[0] = top[0] * (1.0 / 16384.0)
+        inverse[0] = T.reinterpret(0x7F000000 - T.reinterpret(top[0], "int32"), "float32") * 16384.0
         for i, j in dsl.parallel(rows, cols):
-            operand[i, j] = value[i, j] * (T.reinterpret(0x7F000000 - exponent(top[0]), "float32") * 16384.0)
+            operand[i, j] = value[i, j] * inverse[0]
 
     @T.macro
     def cast(value, operand, factor):  # type: ignore[no-untyped-def]
