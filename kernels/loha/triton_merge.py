@@ -96,7 +96,7 @@ def factor_grads(
     tile, p, u, d, acc, up_parts, part, rows_o, mask_o, n_o, offs_r, n_r, dtype: tl.constexpr,
     NEED_UP: tl.constexpr, NEED_DOWN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One product's share of a tile of ΔW's gradient: writes up_parts[part] = (tile ∘ p) @ dᵀ, returns acc + (tile ∘ p)ᵀ @ u."""
+    """Of a tile of ΔW's gradient: writes up_parts[part] = (tile ∘ p) @ dᵀ and returns acc + (tile ∘ p)ᵀ @ u."""
     operand, factor = to_operand(tile.to(tl.float32) * p, dtype)
     if NEED_UP:
         value = tl.dot(operand, tl.trans(d), input_precision=PRECISION) * factor
@@ -197,7 +197,7 @@ def merge_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, sms: int) -> 
 
 
 def merge_backward_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, sms: int) -> MergeBackward:
-    """The backward's strip: as wide as registers allow (it divides up's partials), as long as leaves each SM a program."""
+    """The backward's strip: as wide as registers allow (it divides up's partials), while each SM gets a program."""
     rank = rank_block("loha", n_r)
     if dtype is torch.float32:
         block_o, block_i, num_warps = 16, 64 if rank <= 32 else 32, 4

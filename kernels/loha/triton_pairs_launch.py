@@ -82,7 +82,7 @@ def apply_config(n_t: int, n_n: int, n_p: int, dtype: torch.dtype, sms: int) -> 
 
 
 def contract_config(n_t: int, n_n: int, n_p: int, dtype: torch.dtype, sms: int) -> Contract:
-    """The factor gradients' launch; n_n: the columns of all jobs. The tokens are split where that fills the SMs better."""
+    """The factor gradients' launch; n_n: the columns of all jobs. Tokens are split where that fills the SMs better."""
     if dtype is torch.float32:
         block_t, block_n, num_warps = 16, 32, 8
     else:
@@ -167,10 +167,10 @@ def forward(
     needs: tuple[bool, ...],
     config: Pairs | None,
 ) -> tuple[Tensor, ...]:
-    """Fills out[T, O] from x[T, I] and (up1, down1, up2, down2); returns what `kernels.loha.pairs.saved_specs` lists."""
+    """Fills out[T, O] from x[T, I] and (up1, down1, up2, down2); returns what `pairs.saved_specs` lists."""
     d, u, row_factors = expand(*factors)
-    z, low, factor = project(x, d, row_factors, True, config and config.project)
-    apply(z, low, factor, u, base, out, scale, config and config.apply)
+    z, low, factor = project(x, d, row_factors, True, config.project if config else None)
+    apply(z, low, factor, u, base, out, scale, config.apply if config else None)
     if not any(needs):
         return ()
     return (d, u, row_factors, z, factor) if needs[1] or needs[3] else (d, u, row_factors)
@@ -183,7 +183,7 @@ def backward(
     scale: float,
     saved: tuple[Tensor, ...],
     grad_x: Tensor | None,
-    needs: tuple[bool, bool, bool, bool],
+    needs: tuple[bool, ...],
     config: Pairs | None,
 ) -> tuple[Tensor | None, ...]:
     """Fills grad_x[T, I] where given; returns the gradients of (up1, down1, up2, down2) that `needs` asks for."""
@@ -194,9 +194,9 @@ def backward(
     z, z_factor = saved[3:] if ups is not None else (None, None)
     h = h_factor = None
     if grad_x is not None or downs is not None:
-        h, low, h_factor = project(g, u, row_factors, grad_x is not None, config and config.project)
+        h, low, h_factor = project(g, u, row_factors, grad_x is not None, config.project if config else None)
         if grad_x is not None:
-            apply(h, low, h_factor, d, None, grad_x, scale, config and config.apply)
+            apply(h, low, h_factor, d, None, grad_x, scale, config.apply if config else None)
     if ups is None and downs is None:
         return None, None, None, None
     (n_t, n_i), (n_o, n_r), n_p = x.shape, up1.shape, d.shape[0]
