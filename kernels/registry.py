@@ -119,7 +119,9 @@ class Op:
         return Cost(2 * inputs + output, output + inputs, both)
 
 
-def linear_cases(suffix: str, axis: str, values: tuple[int, ...], shapes=LINEAR_SHAPES) -> tuple[Case, ...]:
+def linear_cases(
+    suffix: str, axis: str, values: tuple[int, ...], shapes: Mapping[str, tuple[int, int]] = LINEAR_SHAPES
+) -> tuple[Case, ...]:
     """Every linear shape × every value of one more axis, named `{shape}_{suffix}{value}`."""
     return tuple(
         Case(f"{name}_{suffix}{value}", {"O": out, "I": inp, axis: value})

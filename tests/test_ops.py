@@ -170,7 +170,12 @@ def test_nan_and_inf_propagate(op: Op) -> None:
 def test_bad_arguments_are_named(op: Op, backend: str) -> None:
     values = inputs(op, op.tiny)
     for name, t in values.items():
-        for bad, error in ((t.long(), TypeError), (t[..., :0, None], ValueError), (t.to("meta"), ValueError), (3, TypeError)):
+        for bad, error in (
+            (t.long(), TypeError),
+            (t[..., :0, None], ValueError),
+            (t.to("meta"), ValueError),
+            (3, TypeError),
+        ):
             if name == op.args[0] and isinstance(bad, Tensor) and bad.is_meta:
                 continue
             with pytest.raises(error, match=f"{op.name}: {name}: got .*wanted"):

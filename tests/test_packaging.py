@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import subprocess
@@ -95,3 +96,28 @@ def test_a_run_of_nothing_fails(tmp_path, test, ok):
 def test_ci_runs_the_readmes_test_command():
     assert "make test" in (ROOT / "README.md").read_text()
     assert (ROOT / ".ci/run").read_text().rstrip().endswith("\nmake test")
+
+
+def _untyped(path: Path) -> list[str]:
+    """Public functions and methods with a missing annotation; a DSL's device functions, which it decorates, apart."""
+    found = []
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    scopes = [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_")]
+    for scope in scopes:
+        for node in scope.body:
+            if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
+                continue
+            if any(ast.unparse(each).startswith(("triton.", "T.", "tl.")) for each in node.decorator_list):
+                continue
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            bare = [each.arg for each in arguments if each.annotation is None and each.arg not in ("self", "cls")]
+            if bare or node.returns is None:
+                found.append(f"{path.name}:{node.lineno} {node.name}({', '.join(bare)})")
+    return found
+
+
+@pytest.mark.parametrize("package", ["kernels", "harness"])
+def test_public_functions_have_full_type_hints(package):
+    paths = sorted((ROOT / package).rglob("*.py"))
+    assert len(paths) > 5
+    assert not [line for path in paths for line in _untyped(path)]

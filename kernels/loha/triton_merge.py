@@ -188,24 +188,32 @@ def _factor_backward_kernel(
 
 
 def merge_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, sms: int) -> Merge:
-    """The merge's tile: large where ΔW fills the SMs many times over, small where it does not."""
+    """The merge's tiles, as measured on an H200: square ones, which load the least of four factors, a few to a program.
+
+    12288×3072, rank 16: 24.2 µs, with tiles of 64×128 31.7; rank 64: 37.0 µs against 52.8.
+    """
     if dtype is torch.float32 or n_r > 64:
         return Merge(32, 64, 64, 4, 1)
-    if cdiv(n_o, 64) * cdiv(n_i, 128) >= 4 * sms:
-        return Merge(64, 128, 256, 4, 2)
-    return Merge(32, 64, 64, 4, 1)
+    if n_o * n_i <= 1 << 21:
+        return Merge(64, 64, 64, 4, 1)
+    if n_r > 16 or n_o * n_i <= 1 << 23:
+        return Merge(128, 64, 256, 8, 3)
+    return Merge(64, 64, 256, 4, 2)
 
 
 def merge_backward_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, sms: int) -> MergeBackward:
-    """The backward's strip: as wide as registers allow (it divides up's partials), while each SM gets a program."""
+    """The backward's strip: wide (it divides up's partials) and long, as long as every SM has a program."""
     rank = rank_block("loha", n_r)
-    if dtype is torch.float32:
-        block_o, block_i, num_warps = 16, 64 if rank <= 32 else 32, 4
-    elif n_o * n_i < 1 << 21:
+    waves = 1
+    if dtype is torch.float32 or rank > 64:
+        block_o, block_i, num_warps, waves = 16, 64 if rank <= 32 else 32, 4, 2
+    elif n_o * n_i <= 1 << (21 if rank > 16 else 20):
         block_o, block_i, num_warps = 64, 64, 4
+    elif rank > 16:
+        block_o, block_i, num_warps = 128, 128, 8
     else:
-        block_o, block_i, num_warps = 64, 128, 8 if rank > 32 else 4
-    spans = max(1, 2 * sms // cdiv(n_i, block_i))
+        block_o, block_i, num_warps, waves = 64, 128, 4, 2 if n_o * n_i <= 1 << 23 else 1
+    spans = max(1, waves * sms // cdiv(n_i, block_i))
     span = cdiv(cdiv(n_o, spans), block_o) * block_o
     return MergeBackward(block_o, block_i, span, num_warps, 2)
 

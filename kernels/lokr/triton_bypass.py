@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common.triton_ops import precision, to_operand
-from kernels.common.views import cdiv, rows, sm_count
+from kernels.common.views import rows, sm_count
 from kernels.lokr import triton_tiled
 from kernels.lokr.triton_factors import Finish, GradPlan, Layout, factor_tile, side
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.common.triton_ops import precision
 from kernels.common.views import cdiv
 
-Layout = tuple[int, int, int, int, int, int, int]
+Layout = tuple[int, ...]
 
 
 class Side(NamedTuple):

@@ -167,7 +167,10 @@ def merge_backward(
 ) -> tuple[Tensor | None, ...]:
     """(grad_up[O, R], grad_down[R, I])."""
     right_parts, left_parts = dual("lora", ready(grad), ready(down), ready(up), needs, True, config)
-    outs = [torch.empty(t.shape, dtype=t.dtype, device=t.device) if n else None for t, n in zip((up, down), needs)]
+    outs = [
+        torch.empty(t.shape, dtype=t.dtype, device=t.device) if n else None
+        for t, n in zip((up, down), needs, strict=True)
+    ]
     reduce_partials((right_parts, left_parts), outs, scale)
     return tuple(outs)
 

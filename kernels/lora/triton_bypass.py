@@ -20,11 +20,9 @@ from kernels.common.triton_ops import precision, reduce_partials, to_operand
 from kernels.common.views import cdiv, rows, sm_count
 from kernels.lora.triton_merge import Dual, dual, dual_config, rank_block, rows_product
 
-# From this many tokens on, summing h's partials once costs less than each column of programs summing them again
-# (3072×3072, rank 16, 1024 tokens: 13.3 µs against 15.5; at 77 tokens 10.0 against 8.6).
-REDUCE_H_FROM = 512
-# Tokens in a tile of grad_x.
-BLOCK_X = 32
+# From this many tokens on h's partials are summed once, and grad_x and grad_down are made in launches of their own,
+# since nothing but h is common to them (rank 16, 16384 tokens: 69 µs in one launch). Fewer tokens save the launches.
+APART_FROM = 512
 # Fewer tokens sum up to this many partial values a row in registers, loaded ahead through shared memory.
 MAX_SUMMED = 24 * 16
 
@@ -160,63 +158,42 @@ def _fused_kernel(
 
 @triton.jit
 def _down_backward_kernel(
-    h_parts, x, down, grad_x, down_parts, n_t, n_i, n_r, span, scale, programs_x, programs_down, ratio,
-    stride_xt, stride_dr, stride_di,
-    SPLITS: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
-    PRECISION: tl.constexpr,
+    h_parts, x, down, grad_x, down_parts, n_t, n_i, n_r, span, scale, stride_xt, stride_dr, stride_di,
+    SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
+    NEED_X: tl.constexpr, NEED_DOWN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """grad_x = scale · h @ down and down_parts[t, R, I] = h[t]ᵀ @ x[t], with h = Σ_s h_parts[s], x read once.
-
-    After every `ratio` programs that write a tile of grad_x comes one that reads a strip of x: the memory does both at
-    once.
-    """
-    pid = tl.program_id(0)
-    group, lane = pid // (ratio + 1), pid % (ratio + 1)
-    tiles_i = tl.cdiv(n_i, BLOCK_I)
-    offs_r = tl.arange(0, BLOCK_R)
-    mask_r = offs_r < n_r
-    if lane < ratio:
-        tile = group * ratio + lane
-        if tile < programs_x:
-            offs_t = (tile // tiles_i) * BLOCK_X + tl.arange(0, BLOCK_X)
-            mask_t = offs_t < n_t
-            rows_t = offs_t.to(tl.int64)[:, None]
-            h = _sum_parts(h_parts, n_t, n_r, rows_t, offs_r, mask_t[:, None] & mask_r[None, :], SPLITS)
-            operand, factor = to_operand(h, down.dtype.element_ty)
-            _up_tile(
-                operand, factor * scale, down, None, grad_x, rows_t, mask_t,
-                (tile % tiles_i) * BLOCK_I + tl.arange(0, BLOCK_I), n_i, offs_r, mask_r, stride_di, stride_dr, 0,
-                False, PRECISION,
-            )  # fmt: skip
-    elif group < programs_down:
-        _down_gradient(
-            h_parts, x, down_parts, group // tiles_i, (group % tiles_i) * BLOCK_I, n_t, n_i, n_r, span, stride_xt,
-            SPLITS, BLOCK_T, BLOCK_I, BLOCK_R, PRECISION,
-        )  # fmt: skip
-
-
-@triton.jit
-def _down_gradient(
-    h_parts, x, down_parts, pid_t, first_i, n_t, n_i, n_r, span, stride_xt,
-    SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """down_parts[pid_t, :, strip] = h[rows]ᵀ @ x[rows, strip] over the pid_t-th span of tokens."""
-    offs_i = first_i + tl.arange(0, BLOCK_I)
+    """grad_x = scale · h @ down and down_parts[t, R, I] = h[t]ᵀ @ x[t], with h = Σ_s h_parts[s] and x read once."""
+    pid_i, pid_t = tl.program_id(0), tl.program_id(1)
+    offs_i = pid_i * BLOCK_I + tl.arange(0, BLOCK_I)
     offs_r = tl.arange(0, BLOCK_R)
     mask_i, mask_r = offs_i < n_i, offs_r < n_r
+    dtype = down.dtype.element_ty
     start = pid_t * span
     stop = tl.minimum(start + span, n_t)
+    if NEED_X:
+        d = tl.load(
+            down + offs_r.to(tl.int64)[:, None] * stride_dr + offs_i.to(tl.int64)[None, :] * stride_di,
+            mask=mask_r[:, None] & mask_i[None, :],
+            other=0.0,
+        )
     acc = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
     for t in range(start, stop, BLOCK_T):
         offs_t = t + tl.arange(0, BLOCK_T)
         mask_t = offs_t < stop
         rows_t = offs_t.to(tl.int64)[:, None]
-        tile = tl.load(x + rows_t * stride_xt + offs_i[None, :], mask=mask_t[:, None] & mask_i[None, :], other=0.0)
+        mask = mask_t[:, None] & mask_i[None, :]
+        if NEED_DOWN:
+            tile = tl.load(x + rows_t * stride_xt + offs_i[None, :], mask=mask, other=0.0)
         h = _sum_parts(h_parts, n_t, n_r, rows_t, offs_r, mask_t[:, None] & mask_r[None, :], SPLITS)
-        operand, factor = to_operand(h, x.dtype.element_ty)
-        acc += tl.dot(tl.trans(operand), tile, input_precision=PRECISION) * factor
-    at = (pid_t * n_r + offs_r.to(tl.int64)[:, None]) * n_i + offs_i[None, :]
-    tl.store(down_parts + at, acc, mask=mask_r[:, None] & mask_i[None, :])
+        operand, factor = to_operand(h, dtype)
+        if NEED_X:
+            value = tl.dot(operand, d, input_precision=PRECISION) * (factor * scale)
+            tl.store(grad_x + rows_t * n_i + offs_i[None, :], value.to(grad_x.dtype.element_ty), mask=mask)
+        if NEED_DOWN:
+            acc += tl.dot(tl.trans(operand), tile, input_precision=PRECISION) * factor
+    if NEED_DOWN:
+        at = (pid_t * n_r + offs_r.to(tl.int64)[:, None]) * n_i + offs_i[None, :]
+        tl.store(down_parts + at, acc, mask=mask_r[:, None] & mask_i[None, :])
 
 
 def bypass_config(n_t: int, n_i: int, n_o: int, n_r: int, dtype: torch.dtype, sms: int) -> Bypass:
@@ -243,9 +220,8 @@ def bypass_backward_config(n_t: int, n_i: int, n_o: int, n_r: int, dtype: torch.
     if n_t <= 256:
         return Dual(32, 128, 32, 4, 3), Dual(32, 128, 32, 4, 3)
     if n_t <= 2048:
-        return Dual(64, 128, 64, 4, 2), Dual(64, 128, 128, 4, 2)
-    up = dual_config(n_t, n_o, n_r, dtype, sms)
-    return up, Dual(64, 128, up.span, 4, 3)
+        return Dual(64, 128, 64, 4, 2), Dual(64, 128, 64, 4, 2)
+    return dual_config(n_t, n_o, n_r, dtype, sms), dual_config(n_t, n_i, n_r, dtype, sms)
 
 
 def bypass_forward(
@@ -306,9 +282,9 @@ def bypass_backward(
     """(grad_x[..., I], grad_up[O, R], grad_down[R, I])."""
     need_x, need_up, need_down = needs
     g, flat = rows(grad), rows(x)
-    (n_t, n_i), n_r = flat.shape, down.shape[0]
+    (n_t, n_i), (n_o, n_r) = flat.shape, up.shape
     block_r, dot, sms = rank_block("lora_bypass", n_r), precision(x.dtype), sm_count(x.device)
-    up_launch, down_launch = config or bypass_backward_config(n_t, n_i, g.shape[1], n_r, x.dtype, sms)
+    up_launch, down_launch = config or bypass_backward_config(n_t, n_i, n_o, n_r, x.dtype, sms)
     need_h = need_x or need_down
     # Without up's gradient nothing reads `left`; `up` stands in for the z that was not saved.
     h_parts, up_parts = dual("lora_bypass", g, up, saved[0] if need_up else up, need_h, need_up, up_launch)
@@ -317,21 +293,26 @@ def bypass_backward(
     grad_down = torch.empty(down.shape, dtype=down.dtype, device=down.device) if need_down else None
     down_parts = None
     splits = 0 if h_parts is None else h_parts.shape[0]
-    if h_parts is not None and splits > 1 and (n_t >= REDUCE_H_FROM or splits * block_r > MAX_SUMMED):
-        h = h_parts.new_empty((1, n_t, n_r))
-        reduce_partials((h_parts, up_parts), (h, grad_up), (1.0, scale), (False, True))
-        h_parts, up_parts = h, None
-    if h_parts is not None:
-        strips, spans = cdiv(n_i, down_launch.block_n), cdiv(n_t, down_launch.span)
+    if h_parts is not None and (n_t >= APART_FROM or splits * block_r > MAX_SUMMED):
+        if splits > 1:
+            h = h_parts.new_empty((1, n_t, n_r))
+            reduce_partials((h_parts, up_parts), (h, grad_up), (1.0, scale), (False, True))
+            h_parts, up_parts = h, None
+        if need_x:
+            tile = bypass_config(n_t, n_o, n_i, n_r, x.dtype, sms).up
+            _up_kernel[(cdiv(n_i, tile.block_o), cdiv(n_t, tile.block_t))](
+                h_parts, down, None, grad_x, None, n_t, n_i, n_r, scale, down.stride(1), down.stride(0), 0,
+                1, tile.block_t, tile.block_o, block_r, False, False, dot, num_warps=tile.num_warps,
+            )  # fmt: skip
+        if need_down:
+            _, down_parts = dual("lora_bypass", flat, down.T, h_parts[0], False, True, down_launch)
+    elif h_parts is not None:
+        spans = cdiv(n_t, down_launch.span)
         down_parts = x.new_empty((spans, n_r, n_i), dtype=torch.float32) if need_down else None
-        programs_x = cdiv(n_t, BLOCK_X) * strips if need_x else 0
-        programs_down = spans * strips if need_down else 0
-        ratio = cdiv(programs_x, programs_down) if programs_down else programs_x
-        groups = max(cdiv(programs_x, ratio) if ratio else 0, programs_down)
-        _down_backward_kernel[(groups * (ratio + 1),)](
+        _down_backward_kernel[(cdiv(n_i, down_launch.block_n), spans)](
             h_parts, flat, down, grad_x, down_parts, n_t, n_i, n_r, down_launch.span, scale,
-            programs_x, programs_down, ratio, flat.stride(0), *down.stride(),
-            h_parts.shape[0], BLOCK_X, down_launch.block_m, down_launch.block_n, block_r, dot,
+            flat.stride(0), *down.stride(),
+            splits, down_launch.block_m, down_launch.block_n, block_r, need_x, need_down, dot,
             num_warps=down_launch.num_warps, num_stages=down_launch.num_stages,
         )  # fmt: skip
     reduce_partials((up_parts, down_parts), (grad_up, grad_down), (scale, scale), (True, False))
