@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.common.errors import UnsupportedCase
 from kernels.common.tilelang_ops import reduce_partials
 from kernels.common.tilelang_target import Target, build, dtype_name, ready, sizes, target_of
-from kernels.common.views import cdiv, rows, sm_count
+from kernels.common.views import cdiv, sm_count
 from kernels.loha import tilelang_merge as kernels
 from kernels.loha.grads import new_grads
 
@@ -28,7 +28,7 @@ _PLAIN = ("disable_warp_specialized",)
 
 @dataclass(frozen=True)
 class Merge:
-    """Launch of the merge: a block writes `steps` tiles of ΔW, one beside the other, `staged` through shared memory or not."""
+    """Launch of the merge: a block writes `steps` tiles of ΔW side by side, `staged` through shared memory or not."""
 
     block_o: int
     block_i: int
@@ -65,7 +65,7 @@ def merge_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, target: Targe
 def backward_config(
     n_o: int, n_i: int, n_r: int, dtype: torch.dtype, target: Target, sms: int, has_x: bool
 ) -> MergeBackward:
-    """The backward's strip: as wide as registers allow (it divides up's partials), as long as leaves each SM a block."""
+    """The backward's strip: as wide as registers allow (it divides up's partials), while each SM gets a block."""
     if target.cpu:
         return MergeBackward(16, 32, 64)
     threads = 256 if n_r > 32 or has_x else 128
@@ -80,9 +80,7 @@ def backward_config(
 def rank_block(op: str, n_r: int) -> int:
     """The rank's tile; raises UnsupportedCase above MAX_RANK."""
     if n_r > MAX_RANK:
-        raise UnsupportedCase(
-            f"{op}: rank {n_r} is above {MAX_RANK}, the most that the TileLang kernels hold in a tile"
-        )
+        raise UnsupportedCase(f"{op}: rank {n_r} is above {MAX_RANK}, the most that a TileLang kernel holds in a tile")
     return max(16, cdiv(n_r, 16) * 16)
 
 

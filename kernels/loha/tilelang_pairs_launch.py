@@ -20,7 +20,7 @@ Factors = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Expand:
-    """Launch of `expand`: a block makes `block_n` columns of all pairs, and looks for the largest by `chunk` columns."""
+    """Launch of `expand`: a block makes `block_n` columns of all pairs; it looks for the largest by `chunk`."""
 
     block_n: int = 64
     chunk: int = 512
@@ -211,7 +211,7 @@ def contract(
     by_rank: bool,
     needs: tuple[bool, bool],
     config: Contract | None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     """(parts[S, both, ...], grads of both, f1's, f2's), the gradients still to be summed from parts into `both`."""
     (n_t, n_n), n_r = a.shape, f1.shape[0 if by_rank else 1]
     target = target_of(a)
@@ -258,7 +258,7 @@ def backward(
     scale: float,
     saved: tuple[Tensor, ...],
     grad_x: Tensor | None,
-    needs: tuple[bool, bool, bool, bool],
+    needs: tuple[bool, ...],
     config: Pairs | None,
 ) -> tuple[Tensor | None, ...]:
     """Fills grad_x[T, I] where given; returns the gradients of (up1, down1, up2, down2) that `needs` asks for."""

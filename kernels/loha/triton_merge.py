@@ -96,7 +96,7 @@ def factor_grads(
     tile, p, u, d, acc, up_parts, part, rows_o, mask_o, n_o, offs_r, n_r, dtype: tl.constexpr,
     NEED_UP: tl.constexpr, NEED_DOWN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One product's share of a tile of ΔW's gradient: writes up_parts[part] = (tile ∘ p) @ dᵀ, returns acc + (tile ∘ p)ᵀ @ u."""
+    """Of a tile of ΔW's gradient: writes up_parts[part] = (tile ∘ p) @ dᵀ and returns acc + (tile ∘ p)ᵀ @ u."""
     operand, factor = to_operand(tile.to(tl.float32) * p, dtype)
     if NEED_UP:
         value = tl.dot(operand, tl.trans(d), input_precision=PRECISION) * factor

@@ -82,7 +82,7 @@ def apply_config(n_t: int, n_n: int, n_p: int, dtype: torch.dtype, sms: int) -> 
 
 
 def contract_config(n_t: int, n_n: int, n_p: int, dtype: torch.dtype, sms: int) -> Contract:
-    """The factor gradients' launch; n_n: the columns of all jobs. The tokens are split where that fills the SMs better."""
+    """The factor gradients' launch; n_n: the columns of all jobs. Tokens are split where that fills the SMs better."""
     if dtype is torch.float32:
         block_t, block_n, num_warps = 16, 32, 8
     else:
@@ -167,7 +167,7 @@ def forward(
     needs: tuple[bool, ...],
     config: Pairs | None,
 ) -> tuple[Tensor, ...]:
-    """Fills out[T, O] from x[T, I] and (up1, down1, up2, down2); returns what `kernels.loha.pairs.saved_specs` lists."""
+    """Fills out[T, O] from x[T, I] and (up1, down1, up2, down2); returns what `pairs.saved_specs` lists."""
     d, u, row_factors = expand(*factors)
     z, low, factor = project(x, d, row_factors, True, config.project if config else None)
     apply(z, low, factor, u, base, out, scale, config.apply if config else None)
