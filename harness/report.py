@@ -19,7 +19,7 @@ import nbformat
 from nbformat import NotebookNode
 
 from harness import figure, record, stamp, verdicts
-from harness.panel import FRAMES
+from harness.markup import FRAMES
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"

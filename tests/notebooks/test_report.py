@@ -43,7 +43,7 @@ def test_settling_keeps_what_shows_and_drops_what_a_kernel_needs():
 
 
 def test_source_is_read_without_importing():
-    shown = show.source("kernels.lora.triton_impl", "_merge_kernel").data
+    shown = show.source("kernels.lora.triton_merge", "_merge_kernel").data
     assert "@triton.jit\ndef _merge_kernel(" in shown and "def _pair_kernel(" not in shown
 
 
