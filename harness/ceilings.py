@@ -16,8 +16,8 @@ from harness.record import Row
 
 # Share of a stream's traffic that is written: a row is scored against the ceiling of its own mix.
 WRITE_SHARE = {"read": 0.0, "triad": 1 / 3, "copy": 0.5, "write": 1.0}
-# Each past any L2; the largest is dropped where the card's memory is small.
-SIZES = (256 * 2**20, 512 * 2**20, 2**30)
+# Bytes of one tensor, each past any L2; the largest are dropped where the card's memory is small.
+SIZES = (2**28, 2**30, 2**32)
 MATMULS = ((4096, 4096, 4096), (8192, 8192, 8192))
 Ceilings = dict[str, Any]
 
@@ -48,7 +48,11 @@ def floor_us(ceilings: Ceilings | None, bytes_read: int, bytes_written: int, flo
 
 
 def measure(device: torch.device, delimiters: Delimiters) -> tuple[Ceilings, list[Row]]:
-    """Every stream and matmul at every size: the best rates, and one row a measurement."""
+    """Every stream and matmul at every size: the ceilings, and one row a measurement.
+
+    A stream's ceiling is its best rate at the largest size: when a kernel ends, an L2's worth of its writes has not
+    reached the memory yet, which makes smaller streams look faster than the memory is.
+    """
     rows = [row for size in _sizes(device) for row in _stream_rows(device, delimiters, size)]
     rows += [row for shape in MATMULS for row in _matmul_rows(device, delimiters, shape)]
     ceilings: Ceilings = {f"{kind}_gbps": _best(rows, kind, "gbps") for kind in WRITE_SHARE}
@@ -58,11 +62,13 @@ def measure(device: torch.device, delimiters: Delimiters) -> tuple[Ceilings, lis
 
 
 def _best(rows: list[Row], kind: str, unit: str) -> float:
-    rates = [row[unit] for row in rows if row["kind"] == kind and row["reason"] is None]
-    if not rates:
-        reasons = "; ".join(str(row["reason"]) for row in rows if row["kind"] == kind)
+    found = [row for row in rows if row["kind"] == kind]
+    valid = [row for row in found if row["reason"] is None]
+    if not valid:
+        reasons = "; ".join(str(row["reason"]) for row in found)
         raise RuntimeError(f"the {kind} ceiling could not be measured: {reasons}")
-    return max(rates)
+    largest = max(row.get("bytes", 0) for row in valid)
+    return max(row[unit] for row in valid if row.get("bytes", 0) == largest)
 
 
 def _sizes(device: torch.device) -> list[int]:

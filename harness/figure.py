@@ -48,6 +48,7 @@ class Metric:
     bold: Value
     faint: Value
     faint_name: str
+    bold_name: str = "device time"
     ceiling: Value | None = None
     ceiling_name: str = ""
     log: bool = True
@@ -73,8 +74,8 @@ def _eager(value: Value) -> Value:
     return lambda row, arms: value(arms["eager"], arms) if arms.get("eager", {}).get("status") == "ok" else None
 
 
-def _bytes(row: Row, arms: Mapping[str, Row]) -> float:
-    return (row["bytes_read"] + row["bytes_written"]) / 1e3
+def _kilobytes(row: Row, arms: Mapping[str, Row]) -> float | None:
+    return None if row["bytes_read"] is None else (row["bytes_read"] + row["bytes_written"]) / 1e3
 
 
 def _mib(key: str) -> Value:
@@ -83,48 +84,49 @@ def _mib(key: str) -> Value:
 
 _DEVICE, _WALL = _best("fwd", "dev_us"), _best("fwd", "wall_us")
 METRICS: dict[str, Metric] = {
-    "forward": Metric("forward latency", "µs", _DEVICE, _WALL, "wall", _floor("fwd"), "floor"),
+    "forward": Metric("forward latency", "µs", _DEVICE, _WALL, "wall", ceiling=_floor("fwd"), ceiling_name="floor"),
     "fwdbwd": Metric(
         "forward + backward latency",
         "µs",
         _best("fwdbwd", "dev_us"),
         _best("fwdbwd", "wall_us"),
         "wall",
-        _floor("fwdbwd"),
-        "floor",
+        ceiling=_floor("fwdbwd"),
+        ceiling_name="floor",
     ),
     "bandwidth": Metric(
         "forward bandwidth",
         "GB/s",
-        _over(_bytes, _DEVICE),
-        _over(_bytes, _WALL),
+        _over(_kilobytes, _DEVICE),
+        _over(_kilobytes, _WALL),
         "wall",
-        _over(_bytes, _floor("fwd")),
-        "ceiling of the row's mix",
+        ceiling=_over(_kilobytes, _floor("fwd")),
+        ceiling_name="ceiling of the row's mix",
         log=False,
     ),
     "speedup": Metric(
-        "forward device speedup against eager",
+        "forward speedup against eager",
         "×",
         _over(_eager(_DEVICE), _DEVICE),
         _over(_eager(_WALL), _WALL),
         "wall",
-        _over(_eager(_DEVICE), _floor("fwd")),
-        "at the floor",
+        ceiling=_over(_eager(_DEVICE), _floor("fwd")),
+        ceiling_name="at the floor",
     ),
-    "memory": Metric("peak memory", "MiB", _mib("vram_fwdbwd"), _mib("vram_fwd"), "forward alone"),
+    "memory": Metric("peak memory", "MiB", _mib("vram_fwdbwd"), _mib("vram_fwd"), "forward alone", "with backward"),
     "ulp": Metric(
         "error against float64",
         "ULP",
         lambda row, arms: row["ulp"],
         lambda row, arms: row["ulp_out"],
         "output alone",
+        "worst of output and gradients",
     ),
 }
 
 
 def draw(
-    metric: str,
+    metric: str | Metric,
     rows: Sequence[Row],
     ceilings: limits.Ceilings | None = None,
     *,
@@ -136,7 +138,7 @@ def draw(
     """One panel as a matplotlib figure.
 
     Args:
-        metric: a key of METRICS.
+        metric: a key of METRICS, or a variant of one of its values.
         rows: a record's rows.
         ceilings: the record's `meta["ceilings"]`; adds the copy bandwidth to the bandwidth panel.
         op: only this op; None stacks every op of the rows.
@@ -147,8 +149,10 @@ def draw(
     import matplotlib
     from matplotlib.figure import Figure
 
-    if metric not in METRICS:
-        raise ValueError(f"metric: got {metric!r}, wanted one of {', '.join(METRICS)}")
+    if isinstance(metric, str):
+        if metric not in METRICS:
+            raise ValueError(f"metric: got {metric!r}, wanted one of {', '.join(METRICS)}")
+        metric = METRICS[metric]
     chosen = [row for row in rows if row["dtype"] == dtype and op in (None, row["op"])]
     if not chosen:
         raise ValueError(f"no rows of op {op}, dtype {dtype}")
@@ -160,15 +164,16 @@ def draw(
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         axes = figure.subplots(len(names), 1, squeeze=False, height_ratios=[max(count, 3) + 2 for count in counts])
         for axis, name in zip(axes[:, 0], names, strict=True):
-            _panel(axis, METRICS[metric], [row for row in chosen if row["op"] == name], arms)
-            if metric == "bandwidth" and ceilings:
+            _panel(axis, metric, [row for row in chosen if row["op"] == name], arms)
+            if metric.unit == "GB/s" and ceilings:
                 copy = ceilings["copy_gbps"]
                 axis.axvline(copy, color=CEILING, lw=0.6, ls=":")
+                axis.set_xlim(right=max(axis.get_xlim()[1], 1.04 * copy))
                 where = {"transform": axis.get_xaxis_transform(), "rotation": 90, "va": "bottom", "ha": "right"}
                 axis.text(copy, 0.02, f"copy {copy:.0f}", color=CEILING, fontsize=6, **where)
-            axis.set_title(f"{name}: {METRICS[metric].title}", loc="left")
-        figure.legend(handles=_handles(METRICS[metric], arms), loc="outside upper center", ncols=3, frameon=False)
-        figure.supxlabel(_caption(meta, dtype), fontsize=5.5, color="#555555", x=0.02, ha="left")
+            axis.set_title(f"{name}: {metric.title}", loc="left")
+        figure.legend(handles=_handles(metric, arms), loc="outside upper center", ncols=3, frameon=False)
+        figure.supxlabel(_caption(metric, meta, dtype), fontsize=5.5, color="#555555", x=0.02, ha="left")
     return figure
 
 
@@ -195,14 +200,24 @@ def _panel(axis: Axes, metric: Metric, rows: Sequence[Row], arms: Sequence[str])
     if metric.unit == "×":
         axis.axvline(1, color="#777777", lw=0.7)
     if metric.log:
-        axis.set_xscale("log")
-        axis.xaxis.set_major_formatter("{x:g}")
+        _log_axis(axis)
     else:
         axis.set_xlim(left=0)
     axis.set_yticks(range(len(cases)), cases)
     axis.set_ylim(len(cases) - 0.5, -0.5)
     axis.set_xlabel(metric.unit)
     axis.grid(axis="x", lw=0.3, alpha=0.5)
+
+
+def _log_axis(axis: Axes) -> None:
+    """A logarithmic axis labelled 1, 10, 100, or 1, 2, 5, 10 where it spans too little for that."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_xscale("log")
+    low, high = axis.get_xlim()
+    axis.xaxis.set_major_locator(LogLocator(subs=(1,) if high > 30 * low else (1, 1.5, 2, 3, 5)))
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _value(value: Value, arms: Mapping[str, Row], arm: str) -> float:
@@ -222,10 +237,10 @@ def _handles(metric: Metric, arms: Sequence[str]) -> list[Any]:
     return [*handles, Patch(color="#000000", alpha=0.07, lw=0, label="fits in L2")]
 
 
-def _caption(meta: Mapping[str, Any] | None, dtype: str) -> str:
+def _caption(metric: Metric, meta: Mapping[str, Any] | None, dtype: str) -> str:
     card, date = (meta or {}).get("gpu") or "card not recorded", str((meta or {}).get("started") or "")[:10]
-    text = f"{card}, {date or 'no date'}, {dtype}. Bold: device time, best of the windows; cold L2."
-    return "\n".join(textwrap.wrap(text, 72))
+    text = f"{card}, {date or 'no date'}, {dtype}. Bold: {metric.bold_name}. Best of the windows, cold L2."
+    return "\n".join(textwrap.wrap(text, 86))
 
 
 def save(figure: Figure, path: Path) -> None:

@@ -255,13 +255,17 @@ def _judge(row: Row, phase: str, op: Op, case: Case, bench: Bench) -> None:
     times["floor_us"] = floor
     if not times["dev_us"]:
         return
-    reason = implausible(min(times["dev_us"]), min(times["wall_us"]), floor, bool(row["l2_resident"]))
+    # A call can end before its last writes leave the L2, and its backward can find there what its forward read.
+    written = max(0, cost.bytes_written - bench.l2_bytes)
+    read = cost.bytes_read - (row["bytes_read"] if phase == "fwdbwd" else 0)
+    least = limits.floor_us(bench.ceilings, read, written, cost.flops, kind)
+    reason = implausible(min(times["dev_us"]), min(times["wall_us"]), least, bool(row["l2_resident"]))
     if reason is not None:
         _set(row, "invalid", f"{phase}: {reason}")
 
 
 def implausible(dev_us: float, wall_us: float, floor: float | None, l2_resident: bool) -> str | None:
-    """Why a device time cannot be right, or None."""
+    """Why a device time cannot be right, or None; `floor` is the least time that the card needs."""
     if floor is not None and not l2_resident and dev_us < FLOOR_SLACK * floor:
         return f"{dev_us:.2f} µs is under the floor of {floor:.2f} µs"
     if dev_us > LONG_US / LONG_RATIO and wall_us > LONG_US and wall_us > LONG_RATIO * dev_us:

@@ -17,6 +17,8 @@ import torch
 
 from harness.stamp import DTYPES
 
+# A CUDA context and the largest case's tensors.
+WORKER_BYTES = 2 * 2**30
 Task = tuple[str, str, str, str]
 
 
@@ -31,7 +33,7 @@ def prebuild(tasks: Sequence[Task], *, jobs: int | None = None, echo: Callable[[
     A worker that dies takes only the rest of its share with it: those kernels are compiled when the sweep meets them.
     """
     tasks = [task for task in tasks if task[3] != "eager"]
-    jobs = max(1, min(jobs or cpu_count(), len(tasks)))
+    jobs = max(1, min(jobs or cpu_count(), len(tasks), _room()))
     started = time.monotonic()
     outcomes = _in_processes(tasks, jobs) if jobs > 1 else [run_task(task, _device()) for task in tasks]
     counts = {
@@ -65,6 +67,11 @@ def run_task(task: Task, device: torch.device) -> str | None:
 
 def _device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _room() -> int:
+    """How many workers the card's free memory holds."""
+    return torch.cuda.mem_get_info()[0] // WORKER_BYTES if torch.cuda.is_available() else cpu_count()
 
 
 def _in_processes(tasks: Sequence[Task], jobs: int) -> list[str | None]:

@@ -87,6 +87,9 @@ def check(op: Op, truth: Truth, backend: str, baseline: Check | None = None) -> 
         with torch.no_grad():
             alone = op.run(detached, backend)
         output = op.run(truth.inputs, backend)
+        misshapen = _misshapen(output, truth.values[OUTPUT], truth.grad.dtype)
+        if misshapen is not None:
+            return Check({OUTPUT: None}, {OUTPUT: None}, f"{OUTPUT}: {misshapen}")
         output.backward(truth.grad)
     got: dict[str, Tensor | None] = {OUTPUT: output.detach()}
     got |= {name: value.grad for name, value in truth.inputs.items()}
@@ -95,7 +98,7 @@ def check(op: Op, truth: Truth, backend: str, baseline: Check | None = None) -> 
     if result.reason is None and forward.reason is not None:
         result.reason = f"forward without autograd: {forward.reason}"
     changed = [name for name, value in before.items() if not _same_bits(value, truth.inputs[name].detach())]
-    if result.reason is None and changed:
+    if changed:
         result.reason = f"changed its input {', '.join(changed)}"
     for value in truth.inputs.values():
         value.grad = None
@@ -126,8 +129,9 @@ def compare(
 def _problem(value: Tensor | None, reference: Tensor, dtype: torch.dtype) -> str | None:
     if value is None:
         return "no gradient"
-    if value.shape != reference.shape or value.dtype != dtype:
-        return f"got {value.dtype} {tuple(value.shape)}, wanted {dtype} {tuple(reference.shape)}"
+    misshapen = _misshapen(value, reference, dtype)
+    if misshapen is not None:
+        return misshapen
     if value.numel() == 0:
         return "empty: nothing to compare"
     bad = value.numel() - int(torch.isfinite(value).sum())
@@ -139,6 +143,12 @@ def _problem(value: Tensor | None, reference: Tensor, dtype: torch.dtype) -> str
     if not value.any():
         return "all zero"
     return None
+
+
+def _misshapen(value: Tensor, reference: Tensor, dtype: torch.dtype) -> str | None:
+    if value.shape == reference.shape and value.dtype == dtype:
+        return None
+    return f"got {value.dtype} {tuple(value.shape)}, wanted {dtype} {tuple(reference.shape)}"
 
 
 def _too_far(name: str, ulp: float, relative: float, dtype: torch.dtype, baseline: Check | None) -> str | None:

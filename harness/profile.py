@@ -105,8 +105,8 @@ def _arm_time(windows: Sequence[list[list[Event]]], calls: int) -> DeviceTime:
     # Lost events shorten a list, so of equally common ones the longest is right.
     kernels = max(lists, key=lambda names: (lists[names], len(names)), default=())
     if not kernels:
-        seen = f"{lists[()]} of {calls * len(windows)} calls without any kernel"
-        return DeviceTime(reason=f"profiler lost events: {seen}", discarded=len(windows))
+        seen = f"kernels in {lists.total() - lists[()]} of {calls * len(windows)} calls"
+        return DeviceTime(reason=f"profiler saw {seen}", discarded=len(windows))
     medians = []
     for window in windows:
         if len(window) == calls and all(tuple(event.name for event in call) == kernels for call in window):

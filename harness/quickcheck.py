@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from harness import compiled, precision, stamp, throttle
-from harness.measure import BACKENDS, Bench, DeadContext, Plan, check_arms, make_bench, measure_case, start_row
+from harness.measure import BACKENDS, DeadContext, Plan, check_arms, make_bench, measure_case, start_row
 from harness.record import Row
 from kernels.registry import Op, ops
 
@@ -44,19 +44,22 @@ def quick(
         echo(format_row(COLUMNS))
     for name in stamp.dtype_names(dtype):
         for each in chosen:
-            made = _measured(bench, each, name, backends) if bench is not None else _checked(each, name, backends)
+            dead = False
+            try:
+                made = (
+                    measure_case(bench, each, each.quick, name, backends) if bench else _checked(each, name, backends)
+                )
+            except DeadContext as error:
+                made, dead = error.rows, True
+            rows += made
             if echo is not None:
                 for row in made:
                     echo(format_row(cells(row, made)))
-            rows += made
+                if dead:
+                    echo("the GPU answers no more in this process, so what would follow was not checked")
+            if dead:
+                return rows
     return rows
-
-
-def _measured(bench: Bench, op: Op, dtype: str, backends: Sequence[str]) -> list[Row]:
-    try:
-        return measure_case(bench, op, op.quick, dtype, backends)
-    except DeadContext as error:
-        raise RuntimeError(f"the GPU stopped: {error.rows[-1]['backend']} {error.rows[-1]['reason']}") from error
 
 
 def _checked(op: Op, dtype: str, backends: Sequence[str]) -> list[Row]:

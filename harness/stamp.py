@@ -119,5 +119,8 @@ def _git() -> dict[str, Any]:
             return None
         return done.stdout.strip()
 
-    status = git("status", "--porcelain", "--", "kernels", "harness")
-    return {"git_revision": git("rev-parse", "HEAD"), "git_dirty": None if status is None else bool(status)}
+    revision = git("rev-parse", "HEAD")
+    if revision is None:
+        # A copy of the tree without its repository can be told which revision it is; whether it is dirty, nobody knows.
+        return {"git_revision": os.environ.get("HARNESS_GIT_REVISION"), "git_dirty": None}
+    return {"git_revision": revision, "git_dirty": bool(git("status", "--porcelain", "--", "kernels", "harness"))}

@@ -59,7 +59,7 @@ def _grid(n: int) -> tuple[int]:
 
 
 def flush(buffer: Tensor) -> None:
-    """Reads the int32 buffer of zeros. A flush that wrote would leave an L2 full of lines for the call to write back."""
+    """Reads the int32 buffer of zeros: a flush that wrote would leave an L2 full of lines to write back."""
     harness_flush_l2[_grid(buffer.numel())](buffer, buffer.numel(), BLOCK=BLOCK, num_warps=8)
 
 

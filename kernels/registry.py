@@ -15,7 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-FAMILIES = ("lora",)
+FAMILIES = ("lora", "loha", "lokr", "oft")
 
 Dims = Mapping[str, int]
 Inputs = dict[str, Tensor]
@@ -61,7 +61,8 @@ class Op:
     shapes: dims -> {arg: shape}; `out_shape`: dims -> shape of the result.
     oracle: the formula in the inputs' own dtype (fp64 here), differentiable, no `backend`; same kwargs.
     flops: dims -> (forward, forward + backward) floating-point operations.
-    cases: the full sweep. quick: the GPU quick check. tiny: the CPU quick check.
+    cases: the full sweep. quick: the GPU quick check. tiny: the CPU quick check. odd: small shapes that nothing divides,
+        for the tests.
     kwargs: what every arm passes besides the tensors (the scale).
     fan_in: dims -> {arg: divisor}; each input is drawn as normal / sqrt(divisor), keeping results near 1.
     """
@@ -77,6 +78,7 @@ class Op:
     cases: tuple[Case, ...]
     quick: Case
     tiny: Case
+    odd: tuple[Case, ...] = ()
     kwargs: Mapping[str, float] = field(default_factory=dict)
     fan_in: Callable[[Dims], dict[str, int]] = lambda dims: {}
 
@@ -117,7 +119,9 @@ class Op:
         return Cost(2 * inputs + output, output + inputs, both)
 
 
-def linear_cases(suffix: str, axis: str, values: tuple[int, ...], shapes=LINEAR_SHAPES) -> tuple[Case, ...]:
+def linear_cases(
+    suffix: str, axis: str, values: tuple[int, ...], shapes: Mapping[str, tuple[int, int]] = LINEAR_SHAPES
+) -> tuple[Case, ...]:
     """Every linear shape × every value of one more axis, named `{shape}_{suffix}{value}`."""
     return tuple(
         Case(f"{name}_{suffix}{value}", {"O": out, "I": inp, axis: value})

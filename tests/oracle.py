@@ -12,7 +12,9 @@ from torch import Tensor
 FLOOR_ULP = 4.0
 
 
-def run(call: Callable[..., Tensor], inputs: dict[str, Tensor], grad: Tensor | None, needs: set[str]) -> dict[str, Tensor]:
+def run(
+    call: Callable[..., Tensor], inputs: dict[str, Tensor], grad: Tensor | None, needs: set[str]
+) -> dict[str, Tensor]:
     """The output and the gradient of every input in `needs`, on fresh leaves."""
     leaves = {name: t.detach().clone().requires_grad_(name in needs) for name, t in inputs.items()}
     out = call(*leaves.values())
@@ -33,7 +35,11 @@ def ulp(value: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
 
 
 def compare(
-    call: Callable[..., Tensor], oracle: Callable[..., Tensor], inputs: dict[str, Tensor], *, needs: set[str] | None = None
+    call: Callable[..., Tensor],
+    oracle: Callable[..., Tensor],
+    inputs: dict[str, Tensor],
+    *,
+    needs: set[str] | None = None,
 ) -> None:
     """Asserts that `call` is as exact as `oracle` run in the same dtype, for the output and each gradient."""
     needs = set(inputs) if needs is None else needs

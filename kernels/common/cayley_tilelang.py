@@ -169,7 +169,17 @@ def split(dsl: Dsl, value: Any, high: Any, low: Any, factor: Any, bounded: bool)
 
 
 def rotation(
-    dsl: Dsl, delta: Any, rescale: Any, first: Any, tile: Any, high: Any, low: Any, factor: Any, size: int, width: int, transposed: bool
+    dsl: Dsl,
+    delta: Any,
+    rescale: Any,
+    first: Any,
+    tile: Any,
+    high: Any,
+    low: Any,
+    factor: Any,
+    size: int,
+    width: int,
+    transposed: bool,
 ) -> Any:
     """M = D diag(r) + diag(r - 1) of N blocks (M = D without rescale), or its transpose, through `split`.
 
@@ -206,7 +216,9 @@ def load_blocks(dsl: Dsl, delta: Any, first: Any, tile: Any, size: int, width: i
         for i, j in dsl.parallel(tile.shape[0], width):
             exists = (first + i // width < delta.shape[0]) & (i % width < size) & (j < size)
             tile[i, j] = T.if_then_else(
-                exists, delta[T.min(first + i // width, delta.shape[0] - 1), T.min(i % width, size - 1), T.min(j, size - 1)], 0.0
+                exists,
+                delta[T.min(first + i // width, delta.shape[0] - 1), T.min(i % width, size - 1), T.min(j, size - 1)],
+                0.0,
             )
 
     return loaded(delta, first, tile)
@@ -261,7 +273,15 @@ def finish_tile(
 
 
 def _finish(
-    dsl: Dsl, *, S: int, P: int, dtype: str, rescale_dtype: str, has_rescale: bool, need_blocks: bool, need_rescale: bool
+    dsl: Dsl,
+    *,
+    S: int,
+    P: int,
+    dtype: str,
+    rescale_dtype: str,
+    has_rescale: bool,
+    need_blocks: bool,
+    need_rescale: bool,
 ) -> Any:
     """The gradients of one block a program from P = Σ_s parts[s], in the order of s."""
     T = dsl.T

@@ -129,7 +129,9 @@ class FusedOp:
     ) -> Tensors:
         """The backend's backward without autograd: a gradient for each tensor that needs one."""
         if grad.numel() == 0 or any(t is not None and t.numel() == 0 for t in tensors):
-            return tuple(torch.zeros_like(t) if n and t is not None else None for t, n in zip(tensors, needs, strict=True))
+            return tuple(
+                torch.zeros_like(t) if n and t is not None else None for t, n in zip(tensors, needs, strict=True)
+            )
         run = getattr(self._implementation(backend), f"{self.stem}_backward")
         with _on(grad.device):
             return run(grad.to(_first(tensors).dtype), *tensors, *scalars, saved=saved, needs=needs)
@@ -174,7 +176,13 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, op: FusedOp, backend: str, scalars: Scalars, out_dtype: torch.dtype, base: Tensor | None, *tensors: Any
+        ctx: Any,
+        op: FusedOp,
+        backend: str,
+        scalars: Scalars,
+        out_dtype: torch.dtype,
+        base: Tensor | None,
+        *tensors: Any,
     ) -> Tensor:
         ctx.op, ctx.backend, ctx.scalars = op, backend, scalars
         ctx.base_dtype = None if base is None else base.dtype

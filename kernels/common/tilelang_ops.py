@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from kernels.common.tilelang_target import Dsl, build, dtype_name, target_of
+
 # Small blocks, since the sums are few and short: a wide launch is what makes them quick.
 _REDUCE_BLOCK = 256
 _REDUCE_THREADS = 64
@@ -20,17 +21,19 @@ def to_operand(dsl: Dsl, value: Any, operand: Any, factor: Any) -> Any:
     T = dsl.T
     rows, cols = value.shape
 
+    def exponent(top: Any) -> Any:
+        # An expression and no variable of the kernel: in a pipelined loop TileLang loses the scope of one.
+        return T.reinterpret(T.max(T.min(top, 1e38), 16384.0), "int32") & 0x7F800000
+
     @T.macro
     def scaled(value, operand, factor):  # type: ignore[no-untyped-def]
         row_top = dsl.fragment((rows,))
         top = dsl.fragment((1,))
         T.reduce_absmax(value, row_top, dim=1)
         T.reduce_max(row_top, top, dim=0)
-        exponent = T.reinterpret(T.max(T.min(top[0], 1e38), 16384.0), "int32") & 0x7F800000
-        inverse = T.reinterpret(0x7F000000 - exponent, "float32") * 16384.0
-        factor[0] = T.reinterpret(exponent, "float32") * (1.0 / 16384.0)
+        factor[0] = T.reinterpret(exponent(top[0]), "float32") * (1.0 / 16384.0)
         for i, j in dsl.parallel(rows, cols):
-            operand[i, j] = value[i, j] * inverse
+            operand[i, j] = value[i, j] * (T.reinterpret(0x7F000000 - exponent(top[0]), "float32") * 16384.0)
 
     @T.macro
     def cast(value, operand, factor):  # type: ignore[no-untyped-def]

@@ -175,7 +175,7 @@ def _tilelang() -> Any:
         raise UnsupportedCase("tilelang is not installed")
     os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
     import tilelang
-    import tilelang.language  # noqa: F401  (an attribute of tilelang from here on)
+    import tilelang.language  # an attribute of tilelang from here on
 
     return tilelang
 

@@ -97,8 +97,8 @@ def reduce_partials(
     jobs = [job for job in zip(parts, outs, scales, transposed, strict=True) if job[0] is not None]
     if not jobs:
         return
-    # A short launch has to be a wide one: small arrays get small programs.
-    small = sum(p.shape[1] * p.shape[2] for p, *_ in jobs if p is not None) <= 1 << 17
+    # A short launch has to be a wide one: up to a million sums a thread adds four numbers of each partial.
+    small = sum(p.shape[1] * p.shape[2] for p, *_ in jobs if p is not None) <= 1 << 20
     block, block_m, block_n, warps = (256, 16, 16, 2) if small else (1024, 16, 64, 4)
     programs = [
         cdiv(p.shape[1], block_m) * cdiv(p.shape[2], block_n) if flip else cdiv(p.shape[1] * p.shape[2], block)

@@ -77,8 +77,8 @@ def bypass(
         backend: "eager", "compile", "triton" or "tilelang".
 
     Returns:
-        [..., O] in the promotion of all dtypes; differentiable in x, up, down and base. The intermediate x @ downᵀ keeps
-        float32's range on triton and tilelang.
+        [..., O] in the promotion of all dtypes; differentiable in x, up, down and base. The intermediate x @ downᵀ
+        keeps float32's range on triton and tilelang.
 
     Raises:
         As `merge`.

@@ -1,7 +1,7 @@
 """LoRA in PyTorch: the eager arm, and in float64 the only oracle.
 
-    merge   ΔW[O, I] = scale · up[O, R] @ down[R, I]
-    bypass  y[..., O] = scale · (x[..., I] @ downᵀ) @ upᵀ
+merge   ΔW[O, I] = scale · up[O, R] @ down[R, I]
+bypass  y[..., O] = scale · (x[..., I] @ downᵀ) @ upᵀ
 """
 
 from __future__ import annotations

@@ -85,16 +85,14 @@ def merge_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, target: Targe
     return Merge(64, 64)
 
 
-def dual_config(
-    n_m: int, n_n: int, n_r: int, dtype: torch.dtype, target: Target, sms: int, whole_span: bool
-) -> Dual:
+def dual_config(n_m: int, n_n: int, n_r: int, dtype: torch.dtype, target: Target, sms: int, whole_span: bool) -> Dual:
     """The strip of a backward pass: as wide as registers allow, as long as leaves every SM a block.
 
     `whole_span`: the rows' rank-sized operand is held for the whole span at once, which bounds the span.
     """
     if target.cpu:
         return Dual(16, 32, 64)
-    rank = _rank_block("lora", n_r)
+    rank = _rank_block("lora", n_r, target)
     threads = 128 if rank <= 32 else 256
     if dtype is torch.float32:
         block_m, block_n = 32, 64 if rank <= 32 else 32
@@ -146,7 +144,7 @@ def merge_forward(
         kernels.merge,
         target,
         **sizes(target, I=n_i, R=n_r),
-        BLOCK_R=_rank_block("lora", n_r),
+        BLOCK_R=_rank_block("lora", n_r, target),
         dtype=dtype_name(up.dtype),
         out_dtype=dtype_name(out_dtype),
         base_dtype=None if base is None else dtype_name(base.dtype),
@@ -169,7 +167,10 @@ def merge_backward(
 ) -> tuple[Tensor | None, ...]:
     """(grad_up[O, R], grad_down[R, I])."""
     right_parts, left_parts = dual("lora", ready(grad), ready(down), ready(up), needs, True, config)
-    outs = [torch.empty(t.shape, dtype=t.dtype, device=t.device) if n else None for t, n in zip((up, down), needs)]
+    outs = [
+        torch.empty(t.shape, dtype=t.dtype, device=t.device) if n else None
+        for t, n in zip((up, down), needs, strict=True)
+    ]
     reduce_partials((right_parts, left_parts), outs, scale)
     return tuple(outs)
 
@@ -193,7 +194,7 @@ def dual(
         kernels.dual,
         target,
         **sizes(target, N=n_n, R=n_r),
-        BLOCK_R=_rank_block(op, n_r),
+        BLOCK_R=_rank_block(op, n_r, target),
         dtype=dtype_name(g.dtype),
         left_dtype=dtype_name(left.dtype),
         need_right=needs[0],
@@ -226,11 +227,9 @@ def bypass_forward(
         down_config(n_t, n_i, n_r, x.dtype, target, sms),
         up_config(n_t, n_o, n_r, x.dtype, target, sms),
     )
-    block_r, dtype = _rank_block("lora_bypass", n_r), dtype_name(x.dtype)
+    block_r, dtype = _rank_block("lora_bypass", n_r, target), dtype_name(x.dtype)
     parts = x.new_empty((cdiv(n_i, first.span), n_t, n_r), dtype=torch.float32)
-    make_z = build(
-        kernels.down_rows, target, **sizes(target, I=n_i, R=n_r), BLOCK_R=block_r, dtype=dtype, config=first
-    )
+    make_z = build(kernels.down_rows, target, **sizes(target, I=n_i, R=n_r), BLOCK_R=block_r, dtype=dtype, config=first)
     make_z(flat, down, parts)
     single = len(parts) == 1
     z = parts[0] if single else x.new_empty((n_t, n_r), dtype=torch.float32) if needs[1] else None
@@ -280,7 +279,7 @@ def bypass_backward(
             kernels.down_backward,
             target,
             **sizes(target, I=n_i, R=n_r),
-            BLOCK_R=_rank_block("lora_bypass", n_r),
+            BLOCK_R=_rank_block("lora_bypass", n_r, target),
             dtype=dtype_name(x.dtype),
             need_x=need_x,
             need_down=need_down,
@@ -292,9 +291,14 @@ def bypass_backward(
     return grad_x, grad_up, grad_down
 
 
-def _rank_block(op: str, n_r: int) -> int:
+def _rank_block(op: str, n_r: int, target: Target) -> int:
+    """The rank as the tiles hold it; on the CPU one of four sizes, so that few builds serve every rank."""
     if n_r > MAX_RANK:
-        raise UnsupportedCase(f"{op}: rank {n_r} is above {MAX_RANK}, the most that the TileLang kernels hold in a tile")
+        raise UnsupportedCase(
+            f"{op}: rank {n_r} is above {MAX_RANK}, the most that the TileLang kernels hold in a tile"
+        )
+    if target.cpu:
+        return next(size for size in (16, 64, 128, 256) if n_r <= size)
     return max(16, cdiv(n_r, 16) * 16)
 
 

@@ -37,7 +37,9 @@ def merge(
             dsl.gemm(up_tile, down_tile, acc)
             for i, j in dsl.parallel(BLOCK_O, BLOCK_I):
                 acc[i, j] *= scale
-            store_tile(dsl, acc, base if base_dtype is not None else None, out, pid_o * BLOCK_O, pid_i * BLOCK_I, config.staged)
+            store_tile(
+                dsl, acc, base if base_dtype is not None else None, out, pid_o * BLOCK_O, pid_i * BLOCK_I, config.staged
+            )
 
     return kernel
 
@@ -174,7 +176,16 @@ def sum_parts(dsl: Dsl, parts: Any, row: Any, total: Any, part: Any) -> Any:
 
 
 def up_tile(
-    dsl: Dsl, *, O: Size, R: Size, BLOCK_R: int, dtype: str, out_dtype: str, base_dtype: str | None, save_z: bool, config: Any
+    dsl: Dsl,
+    *,
+    O: Size,
+    R: Size,
+    BLOCK_R: int,
+    dtype: str,
+    out_dtype: str,
+    base_dtype: str | None,
+    save_z: bool,
+    config: Any,
 ) -> Any:
     """out = scale · z @ upᵀ (+ base), z = Σ_s parts[s], which the first column of blocks also writes."""
     T = dsl.T
@@ -209,7 +220,9 @@ def up_tile(
             dsl.gemm(operand, up_part, acc, transpose_b=True)
             for i, j in dsl.parallel(BLOCK_T, BLOCK_O):
                 acc[i, j] *= factor[0] * scale
-            store_tile(dsl, acc, base if base_dtype is not None else None, out, pid_t * BLOCK_T, pid_o * BLOCK_O, config.staged)
+            store_tile(
+                dsl, acc, base if base_dtype is not None else None, out, pid_t * BLOCK_T, pid_o * BLOCK_O, config.staged
+            )
 
     return kernel
 

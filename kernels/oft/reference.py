@@ -28,18 +28,14 @@ def delta_reference(blocks: Tensor, constraint: float = 0.0) -> Tensor:
     return 2 * (torch.linalg.inv_ex(eye - q).inverse - eye)
 
 
-def merge_reference(
-    blocks: Tensor, weight: Tensor, rescale: Tensor | None = None, constraint: float = 0.0
-) -> Tensor:
+def merge_reference(blocks: Tensor, weight: Tensor, rescale: Tensor | None = None, constraint: float = 0.0) -> Tensor:
     """ΔW[O, I] in the inputs' dtype."""
     delta = delta_reference(blocks, constraint).to(weight.dtype)
     out = torch.einsum("knm,kni->kmi", delta, weight.unflatten(0, blocks.shape[:2])).flatten(0, 1)
     return out if rescale is None else rescale[:, None] * out + (rescale - 1)[:, None] * weight
 
 
-def bypass_reference(
-    y: Tensor, blocks: Tensor, rescale: Tensor | None = None, constraint: float = 0.0
-) -> Tensor:
+def bypass_reference(y: Tensor, blocks: Tensor, rescale: Tensor | None = None, constraint: float = 0.0) -> Tensor:
     """out[..., O] in the inputs' dtype."""
     delta = delta_reference(blocks, constraint).to(y.dtype)
     out = torch.einsum("knm,...kn->...km", delta, y.unflatten(-1, blocks.shape[:2])).flatten(-2)

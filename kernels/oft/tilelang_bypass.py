@@ -83,7 +83,10 @@ def forward(
         delta: T.Tensor((n_k, S, S), "float32"),
     ):
         T.annotate_pass_configs(dsl.passes(config.passes))
-        with T.Kernel(T.ceildiv(n_k, N), T.ceildiv(n_t, BLOCK_T * config.tiles), threads=config.threads) as (pid_k, pid_t):
+        with T.Kernel(T.ceildiv(n_k, N), T.ceildiv(n_t, BLOCK_T * config.tiles), threads=config.threads) as (
+            pid_k,
+            pid_t,
+        ):
             ahead = [dsl.fragment((BLOCK_T, N * P), dtype) for t in tiles]
             tile = dsl.shared((BLOCK_T, N * P), dtype)
             result = dsl.shared((BLOCK_T, N * P), "float32" if base_dtype is not None else out_dtype)
@@ -106,7 +109,17 @@ def forward(
                             if i % P < S and m < S and pid_k * N + i // P < n_k:
                                 delta[pid_k * N + i // P, i % P, m] = d[i, m]
             rotation(
-                dsl, None if inline else delta, rescale if has_rescale else None, pid_k * N, d, high, low, factor, S, P, False
+                dsl,
+                None if inline else delta,
+                rescale if has_rescale else None,
+                pid_k * N,
+                d,
+                high,
+                low,
+                factor,
+                S,
+                P,
+                False,
             )
             for t in tiles:
                 start = (pid_t * config.tiles + t) * BLOCK_T

@@ -143,7 +143,9 @@ def scalars_backward(
                         if need_p:
                             for m in each:
                                 for lane, v in dsl.parallel(LANES, WIDTH):
-                                    product[lane, v] = T.cast(w[t][n][lane, v], "float32") * T.cast(g[t][m][lane, v], "float32")
+                                    product[lane, v] = T.cast(w[t][n][lane, v], "float32") * T.cast(
+                                        g[t][m][lane, v], "float32"
+                                    )
                                 dsl.reduce_sum(product, part, dim=1)
                                 for lane in dsl.parallel(LANES):
                                     sums[n * S + m][lane] += part[lane]
@@ -220,7 +222,17 @@ def dots(
                             if n < S and m < S:
                                 delta[pid_k, n, m] = d[n, m]
             rotation(
-                dsl, None if inline else delta, rescale if has_rescale else None, pid_k, d, high, low, factor, S, P, True
+                dsl,
+                None if inline else delta,
+                rescale if has_rescale else None,
+                pid_k,
+                d,
+                high,
+                low,
+                factor,
+                S,
+                P,
+                True,
             )
             for t in tiles:
                 first = (pid_i * config.tiles + t) * BLOCK_I

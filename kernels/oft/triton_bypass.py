@@ -135,7 +135,7 @@ def bypass_config(n_t: int, n_k: int, size: int, dtype: torch.dtype, sms: int, *
     spans = min(tiles, max(1, cdiv(3 * sms, cdiv(n_k, blocks))))
     if backward:
         return Tokens(block_t, blocks, 4, steps=cdiv(tiles, spans))
-    return Tokens(block_t, blocks, 4, tiles=min(cdiv(tiles, spans), 4))
+    return Tokens(block_t, blocks, 4, tiles=1 if n_t <= 2048 else 2)
 
 
 def bypass_forward(
@@ -158,8 +158,9 @@ def bypass_forward(
     shrink = shrink_factor(blocks, constraint)
     out = torch.empty(y.shape, dtype=out_dtype, device=y.device)
     delta = torch.empty(blocks.shape, dtype=torch.float32, device=y.device)
-    inline = solve(blocks, delta, shrink)
-    _bypass_kernel[(cdiv(n_k, config.blocks), cdiv(n_t, config.block_t * config.tiles))](
+    grid = (cdiv(n_k, config.blocks), cdiv(n_t, config.block_t * config.tiles))
+    inline = solve(blocks, delta, shrink, grid[0] * grid[1], sm_count(y.device))
+    _bypass_kernel[grid](
         flat, blocks, rescale, shrink, bias, out, delta, n_t, n_k, flat.stride(0), 0 if bias is None else bias.stride(0),
         size, pad(size), config.blocks, config.block_t, config.tiles,
         rescale is not None, shrink is not None, bias is not None, inline, precision(y.dtype),

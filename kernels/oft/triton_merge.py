@@ -73,7 +73,9 @@ def _scalars_kernel(
                 r = tl.load(rescale + row + m).to(tl.float32)
                 value = r * value + (r - 1.0) * tiles[t * S + m].to(tl.float32)
             if HAS_BASE:
-                value += tl.load(base + (row + m) * stride_bo + offs_i + t * BLOCK_I, mask=mask, other=0.0).to(tl.float32)
+                value += tl.load(base + (row + m) * stride_bo + offs_i + t * BLOCK_I, mask=mask, other=0.0).to(
+                    tl.float32
+                )
             tl.store(out + (row + m) * n_i + offs_i + t * BLOCK_I, value.to(out.dtype.element_ty), mask=mask)
 
 
@@ -130,13 +132,21 @@ def _scalars_backward_kernel(
                 tl.store(at + i, product[i])
         else:
             _finish_scalars(
-                product, d, r, grad_blocks + row * S, grad_rescale + row if NEED_RESCALE else None, S,
-                NEED_BLOCKS, NEED_RESCALE,
+                product,
+                d,
+                r,
+                grad_blocks + row * S,
+                grad_rescale + row if NEED_RESCALE else None,
+                S,
+                NEED_BLOCKS,
+                NEED_RESCALE,
             )
 
 
 @triton.jit
-def _finish_scalars(product, d, r, grad_blocks, grad_rescale, S: tl.constexpr, NEED_BLOCKS: tl.constexpr, NEED_RESCALE: tl.constexpr):
+def _finish_scalars(
+    product, d, r, grad_blocks, grad_rescale, S: tl.constexpr, NEED_BLOCKS: tl.constexpr, NEED_RESCALE: tl.constexpr
+):
     """Writes the gradients of one block and its rescale from P."""
     if NEED_RESCALE:
         for m in tl.static_range(S):
@@ -182,7 +192,9 @@ def _dots_kernel(
         mask = (offs_n < S) & (offs_i + t * BLOCK_I < n_i)
         value = dot_left(high, low, tiles[t], PRECISION) * factor
         if HAS_BASE:
-            value += tl.load(base + (row + offs_n) * stride_bo + offs_i + t * BLOCK_I, mask=mask, other=0.0).to(tl.float32)
+            value += tl.load(base + (row + offs_n) * stride_bo + offs_i + t * BLOCK_I, mask=mask, other=0.0).to(
+                tl.float32
+            )
         tl.store(out + (row + offs_n) * n_i + offs_i + t * BLOCK_I, value.to(out.dtype.element_ty), mask=mask)
 
 
@@ -240,7 +252,8 @@ def merge_config(n_k: int, size: int, n_i: int, dtype: torch.dtype, sms: int, *,
     spans = min(tiles, max(1, cdiv(3 * sms, n_k)))
     if backward:
         return Columns(block_i, 4, steps=cdiv(tiles, spans))
-    return Columns(block_i, 4, tiles=min(cdiv(tiles, spans), 5))
+    # Programs past one an SM find D solved: they can be short.
+    return Columns(block_i, 4, tiles=1 if n_k * tiles > sms else min(cdiv(tiles, spans), 5))
 
 
 def merge_forward(
@@ -273,7 +286,7 @@ def merge_forward(
             *operands, size, config.block_i, config.tiles, *flags, bool(saved), num_warps=config.num_warps
         )
         return out, saved
-    inline = solve(blocks, delta, shrink)
+    inline = solve(blocks, delta, shrink, grid[0] * grid[1], sm_count(weight.device))
     _dots_kernel[grid](
         *operands, size, pad(size), config.block_i, config.tiles, *flags, inline, precision(w.dtype),
         num_warps=config.num_warps,
@@ -321,5 +334,3 @@ def merge_backward(
         finish(parts, grads.blocks, grads.rescale, saved[0], rescale)
     grad_blocks, grad_rescale = grads.result()
     return grad_blocks, grad_weight, grad_rescale
-
-

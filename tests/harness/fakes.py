@@ -96,3 +96,8 @@ def made_row(
         "noisy": False,
     }
     return row | more
+
+
+def bad_row(op: str, case: str, backend: str, status: str, reason: str, dtype: str = "fp16") -> Row:
+    """A row without times."""
+    return blank_row(op, case, dtype, backend, {}) | {"status": status, "reason": reason, "l2_resident": False}

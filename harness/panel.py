@@ -1,0 +1,265 @@
+"""A figure of recorded runs with controls: live in Jupyter, a plain image elsewhere, self-contained HTML in a report.
+
+One object serves all three, so a notebook's cell ends in `Panel(...)` and no more:
+
+- with a kernel, each control redraws the figure and the table of exact numbers beneath it;
+- in a viewer without one, the image of the default choice shows, with a description as its alternative text;
+- with HARNESS_PANEL_FRAMES set (an export), every combination of the controls, drawn ahead, and a few lines of script.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from harness.figure import METRICS, Metric, draw
+from harness.markup import Frame, body, page
+from harness.readings import describe, readings, table
+from harness.record import Record, Row
+
+FRAMES = "HARNESS_PANEL_FRAMES"
+# Controls in the order in which a choice narrows the ones after it.
+LEVELS = {
+    "run": "Recorded run",
+    "metric": "Metric",
+    "op": "Operation",
+    "dtype": "dtype",
+    "cases": "Cases",
+    "clock": "Time",
+    "scale": "Axis",
+}
+ALL = "all"
+# A report carries every combination as an image. Past MAX_FRAMES a control keeps only its first options, in this order;
+# the first five of cases are "all" and the values of the last axis.
+MAX_FRAMES = 16
+THINNING = (("scale", 1), ("cases", 5), ("clock", 1), ("cases", 1), ("dtype", 1), ("metric", 6))
+COLORS = 64
+DPI = 140
+
+Choice = dict[str, str]
+
+
+class Panel:
+    """Figures of one or more recorded runs, chosen by controls.
+
+    Args:
+        runs: one recorded run, or several by the label under which a reader chooses them.
+        metric: a name of `METRICS`, or several to choose from; all of them by default.
+        ops: the ops to choose from, in this order; those of the runs by default.
+        **start: the first choice of any control, for example `op="lora_bypass"`, `scale="log"`.
+
+    Raises:
+        ValueError: no row to draw, or an unknown metric, op or control.
+    """
+
+    def __init__(
+        self,
+        runs: Record | Mapping[str, Record],
+        metric: str | Sequence[str] | None = None,
+        *,
+        ops: Sequence[str] | None = None,
+        **start: str,
+    ) -> None:
+        self.runs = {run_label(runs): runs} if isinstance(runs, Record) else dict(runs)
+        self.metrics = [metric] if isinstance(metric, str) else list(metric or METRICS)
+        unknown = [name for name in self.metrics if name not in METRICS] + [
+            name for name in start if name not in LEVELS
+        ]
+        if unknown:
+            raise ValueError(
+                f"Panel: got {unknown[0]!r}, wanted a metric or a control: {', '.join([*METRICS, *LEVELS])}"
+            )
+        self.ops = list(ops) if ops is not None else None
+        self.start = start
+        self._drawn: dict[tuple[str, ...], Frame] = {}
+        if not any(self._rows(label) for label in self.runs):
+            raise ValueError("Panel: nothing recorded to draw")
+
+    def options(self, level: str, chosen: Choice) -> list[str]:
+        """What a control offers, given the choices of the controls before it."""
+        if level == "run":
+            return [label for label in self.runs if self._rows(label)]
+        if level == "metric":
+            return self.metrics
+        rows = self._rows(chosen["run"])
+        if level == "op":
+            found = list(dict.fromkeys(row["op"] for row in rows))
+            return [op for op in self.ops if op in found] if self.ops else found
+        rows = [row for row in rows if row["op"] == chosen["op"]]
+        if level == "dtype":
+            return list(dict.fromkeys(row["dtype"] for row in rows))
+        if level == "cases":
+            return [ALL, *_groups(list(dict.fromkeys(row["case"] for row in rows)))]
+        if level == "clock":
+            return ["device", "wall"] if METRICS[chosen["metric"]].faint_name == "wall" else ["device"]
+        return ["log", "linear"] if METRICS[chosen["metric"]].log else ["linear", "log"]
+
+    def complete(self, wanted: Mapping[str, str]) -> Choice:
+        """A choice of every control: the wanted one where it is on offer, else the first."""
+        chosen: Choice = {}
+        for level in LEVELS:
+            offered = self.options(level, chosen)
+            chosen[level] = wanted[level] if wanted.get(level) in offered else offered[0]
+        return chosen
+
+    def frame(self, wanted: Mapping[str, str] | None = None, arms: Sequence[str] | None = None) -> Frame:
+        """The figure of one choice, drawn once; `arms` are the backends to show, all by default."""
+        chosen = self.complete(self.start if wanted is None else wanted)
+        key = (*chosen.values(), *(arms or ()))
+        if key not in self._drawn:
+            self._drawn[key] = self._draw(chosen, arms)
+        return self._drawn[key]
+
+    def backends(self, chosen: Choice) -> list[str]:
+        """The arms that the chosen rows hold."""
+        return list(dict.fromkeys(row["backend"] for row in self._chosen_rows(chosen)))
+
+    def combinations(self) -> list[Choice]:
+        """Every choice that an export carries: all of them, or as many as THINNING leaves within MAX_FRAMES."""
+        caps: dict[str, int] = {}
+        found = list(self._expand({}, caps))
+        for level, most in THINNING:
+            if len(found) <= MAX_FRAMES:
+                break
+            caps[level] = most
+            found = list(self._expand({}, caps))
+        return found
+
+    def _expand(self, chosen: Choice, caps: Mapping[str, int]) -> Iterator[Choice]:
+        if len(chosen) == len(LEVELS):
+            yield chosen
+            return
+        level = list(LEVELS)[len(chosen)]
+        first = self.start.get(level)
+        offered = sorted(self.options(level, chosen), key=lambda option: option != first)
+        for option in offered[: caps.get(level)]:
+            yield from self._expand({**chosen, level: option}, caps)
+
+    def _rows(self, label: str) -> list[Row]:
+        return [row for row in self.runs[label].rows if self.ops is None or row["op"] in self.ops]
+
+    def _chosen_rows(self, chosen: Choice) -> list[Row]:
+        return [
+            row
+            for row in self._rows(chosen["run"])
+            if row["op"] == chosen["op"]
+            and row["dtype"] == chosen["dtype"]
+            and (chosen["cases"] == ALL or chosen["cases"] in _parts(row["case"]))
+        ]
+
+    def _draw(self, chosen: Choice, arms: Sequence[str] | None) -> Frame:
+        rows, meta = self._chosen_rows(chosen), self.runs[chosen["run"]].meta
+        shown = [row for row in rows if arms is None or row["backend"] in arms]
+        metric = variant(chosen)
+        figure = draw(
+            metric, rows, meta.get("ceilings"), op=chosen["op"], dtype=chosen["dtype"], backends=arms, meta=meta
+        )
+        numbers = readings(metric, rows)
+        return Frame(_png(figure), describe(metric, shown, numbers, chosen["run"]), table(metric, shown, numbers))
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        frame = self.frame()
+        data: dict[str, Any] = {"text/plain": frame.alt}
+        if os.environ.get(FRAMES):
+            return {**data, "text/html": self.html()}, {}
+        data["image/png"] = frame.png
+        try:
+            data.update(self._live()._repr_mimebundle_(), **data)
+        except ImportError:
+            pass  # without ipywidgets the image is all there is
+        return data, {"image/png": {"alt": frame.alt}}
+
+    def _live(self) -> Any:
+        """The controls over the figure and its table; each redraws both, and narrows the controls after it."""
+        import ipywidgets as W
+
+        chosen = self.complete(self.start)
+        arms = self.backends(chosen)
+        style = {"description_width": "initial"}
+        controls = {
+            level: W.Dropdown(options=self.options(level, chosen), value=value, description=LEVELS[level], style=style)
+            for level, value in chosen.items()
+        }
+        pick = W.SelectMultiple(options=arms, value=arms, description="Backends", rows=len(arms), style=style)
+        drawn = W.HTML()
+        busy = False
+
+        def redraw(_: Any = None) -> None:
+            nonlocal busy
+            if busy:  # a control that this very redraw adjusted
+                return
+            busy = True
+            try:
+                now = self.complete({level: control.value for level, control in controls.items()})
+                for level, control in controls.items():
+                    offered = self.options(level, now)
+                    if list(control.options) != offered:
+                        control.options = offered
+                    control.value = now[level]
+                    control.layout.display = "" if len(offered) > 1 else "none"
+                found = self.backends(now)
+                if list(pick.options) != found:
+                    pick.options, pick.value = found, found
+                some = pick.value if 0 < len(pick.value) < len(found) else None
+                drawn.value = body(self.frame(now, some))
+            finally:
+                busy = False
+
+        for control in (*controls.values(), pick):
+            control.layout.width = "auto"
+            control.observe(redraw, "value")
+        redraw()
+        bar = W.HBox([*controls.values(), pick], layout=W.Layout(flex_flow="row wrap"))
+        return W.VBox([bar, drawn], layout=W.Layout(align_items="flex-start"))
+
+    def html(self) -> str:
+        """Every combination with its controls, as HTML that needs neither a kernel nor a network."""
+        tree: dict[str, Any] = {}
+        for chosen in self.combinations():
+            *path, last = chosen.values()
+            node = tree
+            for value in path:
+                node = node.setdefault(value, {})
+            node[last] = self.frame(chosen)
+        return page(self.frame(), list(LEVELS.values()), tree)
+
+
+def run_label(run: Record) -> str:
+    """How a recorded run is named in a control: its card and day."""
+    return f"{run.meta.get('gpu') or 'CPU'}, {str(run.meta.get('started'))[:10]}"
+
+
+def variant(chosen: Choice) -> Metric:
+    """The metric of a choice, with the wall in place of device time and the axis as chosen."""
+    metric = replace(METRICS[chosen["metric"]], log=chosen["scale"] == "log")
+    if chosen["clock"] == "device":
+        return metric
+    return replace(
+        metric, bold=metric.faint, faint=metric.bold, bold_name=metric.faint_name, faint_name=metric.bold_name
+    )
+
+
+def _parts(case: str) -> tuple[str, str]:
+    """A case's name is its shape and its last axis: ("dit_qkv", "r16") of "dit_qkv_r16"."""
+    shape, _, last = case.rpartition("_")
+    return shape, last
+
+
+def _groups(cases: Sequence[str]) -> list[str]:
+    """What several cases, but not all, have in common: a shape, or a value of the last axis."""
+    names = [part for place in (1, 0) for part in dict.fromkeys(_parts(case)[place] for case in cases)]
+    return [name for name in names if 1 < sum(name in _parts(case) for case in cases) < len(cases)]
+
+
+def _png(figure: Any) -> str:
+    """The figure as base64 of a PNG of few colours, a third of the size and no different to the eye."""
+    from PIL import Image
+
+    raw, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(raw, format="png", dpi=DPI)
+    Image.open(raw).convert("RGB").quantize(COLORS, dither=Image.Dither.NONE).save(small, "png", optimize=True)
+    return base64.b64encode(small.getvalue()).decode()

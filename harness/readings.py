@@ -1,0 +1,87 @@
+"""The exact numbers behind a figure: each arm's value of a metric with its samples' range, in words and as a table."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from harness.figure import Metric
+from harness.record import Row
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One number of a figure and the range of its samples; None where it was not measured."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+    status: str
+
+    def __str__(self) -> str:
+        if self.value is None:
+            return self.status if self.status != "ok" else "–"
+        spread = "" if self.low is None or self.low == self.high else f" [{self.low:.4g}–{self.high:.4g}]"
+        return f"{self.value:.4g}{spread}"
+
+
+Readings = dict[tuple[str, str], Reading]
+
+
+def readings(metric: Metric, rows: Sequence[Row]) -> Readings:
+    """The metric of every (case, backend), with its range over the row's windows or rounds."""
+    arms: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        arms.setdefault(row["case"], {})[row["backend"]] = row
+    found: Readings = {}
+    for row in rows:
+        beside = arms[row["case"]]
+        value = metric.bold(row, beside) if row["status"] == "ok" else None
+        each = [metric.bold(one, beside) for one in _samples(row)] if value is not None else []
+        known = [number for number in each if number is not None]
+        found[row["case"], row["backend"]] = Reading(
+            value, min(known, default=None), max(known, default=None), row["status"]
+        )
+    return found
+
+
+def _samples(row: Row) -> list[Row]:
+    """The row as each of its windows, or rounds, alone would have recorded it."""
+    phases = [row[phase] for phase in ("fwd", "fwdbwd") if row[phase]]
+    count = max((len(phase[kind]) for phase in phases for kind in ("dev_us", "wall_us")), default=0)
+    made = []
+    for at in range(count):
+        one = dict(row)
+        for name in ("fwd", "fwdbwd"):
+            if row[name]:
+                one[name] = {**row[name], **{kind: row[name][kind][at : at + 1] for kind in ("dev_us", "wall_us")}}
+        made.append(one)
+    return made
+
+
+def describe(metric: Metric, rows: Sequence[Row], numbers: Readings, run: str) -> str:
+    """What a figure of one op's rows shows, in words: the metric, and each arm's range over the cases of that run."""
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    ranges = []
+    for backend in dict.fromkeys(row["backend"] for row in rows):
+        values = [value for case in cases if (value := numbers[case, backend].value) is not None]
+        ranges.append(f"{backend} {min(values):.3g} to {max(values):.3g}" if values else f"{backend} not measured")
+    about = f"{rows[0]['op']}, {rows[0]['dtype']}, {len(cases)} cases, {run}"
+    return f"{metric.title} in {metric.unit} ({metric.bold_name}): {about}. {'; '.join(ranges)}."
+
+
+def table(metric: Metric, rows: Sequence[Row], numbers: Readings) -> str:
+    """The figure's numbers as an HTML table, a row a case and a column an arm."""
+    backends = list(dict.fromkeys(row["backend"] for row in rows))
+    head = "".join(f"<th scope=col>{html.escape(name)}</th>" for name in ("case", *backends))
+    body = "".join(
+        f"<tr><th scope=row>{html.escape(case)}</th>"
+        + "".join(f"<td>{numbers[case, backend] if (case, backend) in numbers else ''}</td>" for backend in backends)
+        + "</tr>"
+        for case in dict.fromkeys(row["case"] for row in rows)
+    )
+    caption = html.escape(
+        f"{metric.title}, {metric.unit}, {metric.bold_name}; in brackets the range over windows or rounds"
+    )
+    return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

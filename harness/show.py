@@ -1,0 +1,135 @@
+"""What notebooks show besides figures: a kernel's source, and tables made from cases and recorded rows."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from harness import ceilings, quickcheck, record, stamp, verdicts
+from harness.record import Record, Row
+from harness.stamp import DATA, DTYPES
+from kernels.registry import families, ops
+
+PUBLISHED = DATA / "published" / "rtx4090.json"
+
+
+def source(module: str, *names: str) -> Any:
+    """The source of functions of a module, highlighted; the module is read, not imported, so its DSL may be absent."""
+    from IPython.display import Markdown
+
+    spec = find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(module)
+    text = Path(spec.origin).read_text(encoding="utf-8")
+    found = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+    parts = []
+    for name in names:
+        first = min([found[name].lineno, *(decorator.lineno for decorator in found[name].decorator_list)])
+        parts.append("\n".join(text.splitlines()[first - 1 : found[name].end_lineno]))
+    return Markdown("```python\n" + "\n\n\n".join(parts) + "\n```")
+
+
+def costs(family: str, cases: Sequence[str], dtype: str = "fp16") -> pd.DataFrame:
+    """The least that a call has to move and compute, of the cases named, forward and forward + backward."""
+    rows = []
+    for op in families()[family]:
+        for case in op.cases:
+            if case.name in cases:
+                forward, both = (op.cost(case.dims, DTYPES[dtype].itemsize, backward=back) for back in (False, True))
+                moved = [(cost.bytes_read + cost.bytes_written) / 1e6 for cost in (forward, both)]
+                rows.append((op.name, case.name, *moved, forward.flops / 1e9, both.flops / 1e9))
+    names = ("op", "case", "MB fwd", "MB fwd+bwd", "GFLOP fwd", "GFLOP fwd+bwd")
+    return pd.DataFrame(rows, columns=names).round(2).set_index(["op", "case"])
+
+
+def checks(rows: Sequence[Row]) -> pd.DataFrame:
+    """The rows of a quick check."""
+    beside = {op: [row for row in rows if row["op"] == op] for op in dict.fromkeys(row["op"] for row in rows)}
+    cells = [quickcheck.cells(row, beside[row["op"]]) for row in rows]
+    return pd.DataFrame(cells, columns=quickcheck.COLUMNS).set_index(["op", "backend"])
+
+
+def verdict(source: Record | Path, dtype: str = "fp16") -> pd.DataFrame:
+    """The verdict of a recorded run, a row an op and backend."""
+    table = pd.DataFrame(verdicts.verdict(source, dtype), columns=verdicts.COLUMNS)
+    return table.drop(columns="dtype").set_index(["op", "backend"]).astype(_numbers(table)).round(2)
+
+
+def _numbers(table: pd.DataFrame) -> dict[str, str]:
+    return {name: "float64" for name in (*verdicts.RATIOS, "vram", "ulp", "eager_ulp") if name in table}
+
+
+def floors(run: Record, op: str, dtype: str = "fp16", phase: str = "fwd") -> pd.DataFrame:
+    """Predicted against measured: each case's floor in µs, and each arm's device time as a multiple of it."""
+    table: dict[str, dict[str, Any]] = {}
+    for row in _ok(run.rows, op, dtype):
+        times = row[phase]
+        line = table.setdefault(row["case"], {"floor µs": times["floor_us"], "in L2": row["l2_resident"]})
+        line[row["backend"]] = min(times["dev_us"]) / times["floor_us"]
+    return pd.DataFrame.from_dict(table, orient="index").rename_axis("case").round(2)
+
+
+def losses(run: Record, dtype: str = "fp16", *, clock: str = "dev_us") -> pd.DataFrame:
+    """Every row slower than eager or torch.compile on that clock, forward or forward + backward; worst first."""
+    found = []
+    for op in dict.fromkeys(row["op"] for row in run.rows):
+        rows = {(row["case"], row["backend"]): row for row in _ok(run.rows, op, dtype)}
+        for (case, backend), row in rows.items():
+            for baseline in verdicts.BASELINES:
+                other = rows.get((case, baseline))
+                if backend in verdicts.BASELINES or other is None:
+                    continue
+                for phase in ("fwd", "fwdbwd"):
+                    ratio = min(other[phase][clock]) / min(row[phase][clock])
+                    if ratio < 1:
+                        found.append((op, case, backend, f"{phase} against {baseline}", round(ratio, 2)))
+    table = pd.DataFrame(found, columns=("op", "case", "backend", "lost", "ratio"))
+    return table.sort_values(["ratio", "op", "case", "backend", "lost"]).reset_index(drop=True)
+
+
+def limits(run: Record) -> pd.DataFrame:
+    """The ceilings that were measured with a run."""
+    measured = run.meta["ceilings"]
+    rows = [(f"{name} bandwidth", measured[f"{name}_gbps"], "GB/s") for name in ceilings.WRITE_SHARE]
+    rows += [(f"{name} matrix product", rate, "TFLOP/s") for name, rate in measured["matmul_tflops"].items()]
+    return pd.DataFrame(rows, columns=("ceiling", "measured", "unit")).set_index("ceiling").round(0)
+
+
+def cards() -> dict[str, Record]:
+    """Every card with recorded runs: its label, and one record that holds the rows of all its families."""
+    found = {}
+    for folder in stamp.recorded_dirs():
+        runs = record.load_dir(folder)
+        rows = [row for name in families() if name in runs for row in runs[name].rows]
+        if rows:
+            found[str(runs["ceilings"].meta["gpu"])] = Record(runs["ceilings"].meta, rows, folder)
+    return found
+
+
+def published(run: Record, dtype: str = "fp16") -> pd.DataFrame:
+    """The published figures beside this run's, op by op; `compares_with` says which op of this project theirs is."""
+    theirs = json.loads(PUBLISHED.read_text(encoding="utf-8"))
+    mine = {(row["op"], row["backend"]): row for row in verdicts.verdict(run, dtype)}
+    ratios = ("dev_eager", "dev_compile", "fb_eager", "fb_compile", "vram", "ulp", "eager_ulp")
+    rows = []
+    for row in theirs["rows"]:
+        ours = mine.get((row["compares_with"], row["backend"]))
+        pairs = [f"{row[name]:.2f} | {ours[name]:.2f}" if ours else f"{row[name]:.2f} | –" for name in ratios]
+        rows.append((row["compares_with"], row["backend"], row["op"], *pairs))
+    table = pd.DataFrame(rows, columns=("op", "backend", "named there", *ratios))
+    return table.sort_values("op", key=_order, kind="stable").set_index(["op", "backend"])
+
+
+def _order(names: Iterable[str]) -> list[int]:
+    known = list(ops())
+    return [known.index(name) if name in known else len(known) for name in names]
+
+
+def _ok(rows: Sequence[Row], op: str, dtype: str) -> list[Row]:
+    return [row for row in rows if row["op"] == op and row["dtype"] == dtype and row["status"] == "ok"]

@@ -1,0 +1,178 @@
+"""LoHa's merge in TileLang: launch configs and launchers of the kernels in tilelang_merge.py.
+
+    merge     ΔW[O, I] = scale · P1 ∘ P2,  P1 = up1 @ down1,  P2 = up2 @ down2     both products in registers
+      backward  G1 = G ∘ P2, G2 = G ∘ P1:  grad_up1 = scale · G1 @ down1ᵀ, grad_down1 = scale · up1ᵀ @ G1, 2 likewise
+                G[O, I] read once and P1, P2 made once a tile, then one reduction
+
+Sums over more than one block go through float32 partials that a reduction adds in a fixed order: results are
+deterministic. G1 and G2 feed 16-bit products; they are scaled by a power of two where they leave float16's range.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.common.errors import UnsupportedCase
+from kernels.common.tilelang_ops import reduce_partials
+from kernels.common.tilelang_target import Target, build, dtype_name, ready, sizes, target_of
+from kernels.common.views import cdiv, rows, sm_count
+from kernels.loha import tilelang_merge as kernels
+from kernels.loha.grads import new_grads
+
+MAX_RANK = 128
+_PLAIN = ("disable_warp_specialized",)
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Launch of the merge: a block writes `steps` tiles of ΔW, one beside the other, `staged` through shared memory or not."""
+
+    block_o: int
+    block_i: int
+    steps: int = 1
+    threads: int = 128
+    stages: int = 0
+    staged: bool = True
+    passes: tuple[str, ...] = _PLAIN
+
+
+@dataclass(frozen=True)
+class MergeBackward:
+    """Launch of the factors' gradients: a block walks `span` rows of G, `block_o` at a time, over `block_i` columns."""
+
+    block_o: int
+    block_i: int
+    span: int
+    threads: int = 128
+    stages: int = 2
+    passes: tuple[str, ...] = _PLAIN
+
+
+def merge_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, target: Target, sms: int) -> Merge:
+    """The merge's tile: large where ΔW fills the SMs many times over, small where it does not."""
+    if target.cpu:
+        return Merge(32, 32, 2)
+    if dtype is torch.float32 or n_r > 64:
+        return Merge(64, 64)
+    if n_o * n_i <= 1 << 21:
+        return Merge(64, 64)
+    return Merge(64, 128)
+
+
+def backward_config(
+    n_o: int, n_i: int, n_r: int, dtype: torch.dtype, target: Target, sms: int, has_x: bool
+) -> MergeBackward:
+    """The backward's strip: as wide as registers allow (it divides up's partials), as long as leaves each SM a block."""
+    if target.cpu:
+        return MergeBackward(16, 32, 64)
+    threads = 256 if n_r > 32 or has_x else 128
+    block_o, block_i = (32, 32) if dtype is torch.float32 else (64, 64 if n_o * n_i <= 1 << 21 or has_x else 128)
+    steps = cdiv(cdiv(n_o, max(1, 2 * sms // cdiv(n_i, block_i))), block_o)
+    # Three leading bits: a few builds serve every number of rows.
+    grain = 1 << max(0, steps.bit_length() - 3)
+    steps = cdiv(steps, grain) * grain
+    return MergeBackward(block_o, block_i, steps * block_o, threads, min(2, steps))
+
+
+def rank_block(op: str, n_r: int) -> int:
+    """The rank's tile; raises UnsupportedCase above MAX_RANK."""
+    if n_r > MAX_RANK:
+        raise UnsupportedCase(
+            f"{op}: rank {n_r} is above {MAX_RANK}, the most that the TileLang kernels hold in a tile"
+        )
+    return max(16, cdiv(n_r, 16) * 16)
+
+
+def base_of(base: Tensor | None, target: Target) -> Tensor | None:
+    """`base` as the kernels take it."""
+    if base is None:
+        return None
+    return ready(base.float() if target.cpu else base)
+
+
+def merge_forward(
+    up1: Tensor,
+    down1: Tensor,
+    up2: Tensor,
+    down2: Tensor,
+    scale: float,
+    *,
+    base: Tensor | None,
+    out_dtype: torch.dtype,
+    needs: tuple[bool, ...],
+    config: Merge | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """ΔW[O, I]; saves nothing."""
+    target = target_of(up1)
+    base = base_of(base, target)
+    (n_o, n_r), n_i = up1.shape, down1.shape[1]
+    run = build(
+        kernels.merge,
+        target,
+        **sizes(target, I=n_i, R=n_r),
+        BLOCK_R=rank_block("loha", n_r),
+        dtype=dtype_name(up1.dtype),
+        out_dtype=dtype_name(out_dtype),
+        base_dtype=None if base is None else dtype_name(base.dtype),
+        config=config or merge_config(n_o, n_i, n_r, up1.dtype, target, sm_count(up1.device)),
+    )
+    out = torch.empty((n_o, n_i), dtype=out_dtype, device=up1.device)
+    run(ready(up1), ready(down1), ready(up2), ready(down2), base, out, scale)
+    return out, ()
+
+
+def merge_backward(
+    grad: Tensor,
+    up1: Tensor,
+    down1: Tensor,
+    up2: Tensor,
+    down2: Tensor,
+    scale: float,
+    *,
+    saved: tuple[Tensor, ...],
+    needs: tuple[bool, ...],
+    config: MergeBackward | None = None,
+) -> tuple[Tensor | None, ...]:
+    """(grad_up1[O, R], grad_down1[R, I], grad_up2[O, R], grad_down2[R, I])."""
+    return factor_backward("loha", ready(grad), None, (up1, down1, up2, down2), scale, needs, config)
+
+
+def factor_backward(
+    op: str,
+    g: Tensor,
+    x: Tensor | None,
+    factors: tuple[Tensor, Tensor, Tensor, Tensor],
+    scale: float,
+    needs: tuple[bool, ...],
+    config: MergeBackward | None,
+) -> tuple[Tensor | None, ...]:
+    """The factors' gradients from that of ΔW, which is g[O, I] or, with x, g[T, O]ᵀ @ x[T, I]."""
+    up1, down1, up2, down2 = (ready(t) for t in factors)
+    (n_o, n_r), n_i = up1.shape, down1.shape[1]
+    target = target_of(g)
+    config = config or backward_config(n_o, n_i, n_r, g.dtype, target, sm_count(g.device), x is not None)
+    ups, grad_up1, grad_up2 = new_grads(up1, up2, (needs[0], needs[2]))
+    downs, grad_down1, grad_down2 = new_grads(down1, down2, (needs[1], needs[3]))
+    strips, spans = cdiv(n_i, config.block_i), cdiv(n_o, config.span)
+    up_parts = None if ups is None else g.new_empty((strips, *ups.shape), dtype=torch.float32)
+    down_parts = None if downs is None else g.new_empty((spans, *downs.shape), dtype=torch.float32)
+    run = build(
+        kernels.factor_backward,
+        target,
+        **sizes(target, I=n_i, R=n_r),
+        BLOCK_R=rank_block(op, n_r),
+        dtype=dtype_name(g.dtype),
+        has_x=x is not None,
+        needs=tuple(needs),
+        config=config,
+    )
+    run(
+        g, x, up1, down1, up2, down2,
+        None if up_parts is None else up_parts.view(-1, n_o, n_r),
+        None if down_parts is None else down_parts.view(-1, n_r, n_i),
+    )  # fmt: skip
+    reduce_partials((up_parts, down_parts), (ups, downs), scale)
+    return grad_up1, grad_down1, grad_up2, grad_down2

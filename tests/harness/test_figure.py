@@ -1,0 +1,85 @@
+"""The panels: what they show, and that the same rows give the same bytes."""
+
+from __future__ import annotations
+
+import pytest
+from fakes import CEILINGS, STAMP, bad_row, made_row
+
+from harness import figures
+from harness.figure import COLOURS, MARKERS, METRICS, draw
+from harness.record import Record
+
+FACTOR = {"eager": 4.0, "compile": 3.0, "triton": 1.0, "tilelang": 2.0}
+
+
+def rows():
+    made = [
+        made_row("toy", case, backend, [factor * size], l2_resident=case == "small", floor_us=0.5 * size)
+        for case, size in (("small", 2.0), ("large", 20.0))
+        for backend, factor in FACTOR.items()
+    ]
+    made += [made_row("toy_bypass", "one", backend, [factor]) for backend, factor in FACTOR.items()]
+    made[3] = bad_row("toy", "small", "tilelang", "failed", "assert")
+    return made
+
+
+def lines(axis, colour):
+    """The faint and the bold line of one colour."""
+    return [list(line.get_xdata()) for line in axis.get_lines() if line.get_color() == colour]
+
+
+def test_six_panels():
+    assert list(METRICS) == ["forward", "fwdbwd", "bandwidth", "speedup", "memory", "ulp"]
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_one_axis_an_op(metric):
+    axes = draw(metric, rows(), CEILINGS).axes
+    assert [axis.get_title(loc="left").split(":")[0] for axis in axes] == ["toy", "toy_bypass"]
+    assert [label.get_text() for label in axes[0].get_yticklabels()] == ["small", "large"]
+    assert len(draw(metric, rows(), CEILINGS, op="toy_bypass").axes) == 1
+
+
+def test_values_and_ceilings():
+    axis = draw("forward", rows(), op="toy").axes[0]
+    assert lines(axis, COLOURS["triton"]) == [[100.0, 100.0], [2.0, 20.0]]
+    assert lines(axis, "crimson") == [[1.0, 10.0]]
+    axis = draw("speedup", rows(), op="toy").axes[0]
+    assert lines(axis, COLOURS["triton"])[1] == [4.0, 4.0] and lines(axis, "crimson") == [[8.0, 8.0]]
+    axis = draw("bandwidth", rows(), op="toy").axes[0]
+    total = ((1 << 20) + (1 << 22)) / 1e3
+    assert lines(axis, COLOURS["compile"])[1] == [total / 6, total / 60]
+
+
+def test_marks():
+    axis = draw("forward", rows(), op="toy").axes[0]
+    assert [text.get_text() for text in axis.texts] == ["tilelang: failed"]
+    assert len(axis.patches) == 1
+    assert len(set(MARKERS.values())) == len(set(COLOURS.values())) == 4
+
+
+def test_caption_and_backends():
+    figure = draw("ulp", rows(), meta=STAMP, backends=("eager", "triton"))
+    assert figure.get_supxlabel().startswith("NVIDIA Test, 2026-01-02, fp16.")
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels[:2] == ["eager", "triton"] and "tilelang" not in labels
+
+
+@pytest.mark.parametrize(
+    ("what", "says"), [({"metric": "nothing"}, "metric: got 'nothing'"), ({"op": "x"}, "no rows of")]
+)
+def test_bad_arguments(what, says):
+    with pytest.raises(ValueError, match=says):
+        draw(**{"metric": "ulp", "rows": rows(), **what})
+
+
+def test_redrawn_identically(tmp_path):
+    Record({**STAMP, "ceilings": CEILINGS}, rows()).save(tmp_path / "run" / "toy.json")
+    first = figures(tmp_path / "run", tmp_path / "one")
+    second = figures(tmp_path / "run", tmp_path / "two")
+    names = sorted(path.name for path in first.iterdir())
+    assert names == sorted(f"toy_fp16_{metric}.{kind}" for metric in METRICS for kind in ("png", "svg"))
+    for name in names:
+        data = (first / name).read_bytes()
+        assert data == (second / name).read_bytes() and len(data) > 5000
+    assert b"<dc:date>" not in (first / "toy_fp16_ulp.svg").read_bytes()

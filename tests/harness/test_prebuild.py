@@ -1,0 +1,52 @@
+"""Building kernels beforehand: every task is run, a failing one is counted, a dying worker loses only its share."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+
+from harness import prebuild
+from kernels.registry import ops
+
+
+def test_in_this_process(monkeypatch):
+    said = []
+    name = next(iter(ops()))
+    case = ops()[name].tiny.name
+    tasks = [(name, case, "fp32", "eager"), (name, case, "fp32", "compile"), (name, "no such case", "fp32", "compile")]
+    counts = prebuild.prebuild(tasks, jobs=1, echo=said.append)
+    assert counts == {"built": 1, "failed": 1, "lost": 0}
+    assert said[0].startswith("prebuild: 1 built, 1 failed in 1 processes")
+
+
+def test_what_a_task_does(monkeypatch):
+    seen = []
+    op = ops()[next(iter(ops()))]
+
+    def call(*tensors, backend, **kwargs):
+        seen.append((backend, torch.is_grad_enabled(), tensors[0].requires_grad))
+        return op.call(*tensors, backend="eager", **kwargs)
+
+    watched = type(op)(**{**op.__dict__, "call": call})
+    monkeypatch.setattr("kernels.registry.ops", lambda: {op.name: watched})
+    assert prebuild.run_task((op.name, op.tiny.name, "fp32", "triton"), torch.device("cpu")) is None
+    assert seen == [("triton", False, False), ("triton", True, True)]
+
+
+def dies_at_two(tasks, queue):
+    for task in tasks:
+        if task == "two":
+            queue.close()
+            queue.join_thread()
+            os._exit(1)
+        queue.put(None)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the planted worker is not importable in a spawned process there")
+def test_a_dying_worker(monkeypatch):
+    monkeypatch.setattr(prebuild, "_worker", dies_at_two)
+    outcomes = prebuild._in_processes(["one", "zero", "two", "zero", "three", "zero"], 2)
+    assert outcomes == [None] * 4

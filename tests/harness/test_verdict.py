@@ -1,0 +1,132 @@
+"""Verdicts over hand-made rows, and two runs compared."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from fakes import STAMP, bad_row, made_row
+
+from harness import comparison, verdicts
+from harness.record import ForeignGpu, Record
+from harness.statistic import geometric_mean, mean_ratio
+from harness.verdicts import judge, verdict
+
+
+def rows():
+    """Two cases: triton 2× and 8× faster than eager, 1.5× and 6× than compile; tilelang fails in the second."""
+    made = []
+    for case, eager, compiled, triton in (("a", 4.0, 3.0, 2.0), ("b", 16.0, 12.0, 2.0)):
+        made += [
+            made_row("toy", case, "eager", [eager, 1.1 * eager], wall=90.0, ulp=4.0, vram_fwdbwd=300),
+            made_row("toy", case, "compile", [compiled], wall=60.0),
+            made_row("toy", case, "triton", [triton], fwdbwd=[2 * triton], wall=30.0, ulp=2.0, vram_fwdbwd=100),
+        ]
+    return [*made, made_row("toy", "a", "tilelang", [8.0]), bad_row("toy", "b", "tilelang", "failed", "assert")]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    Record(dict(STAMP), rows()).save(tmp_path / "run" / "toy.json")
+    Record(dict(STAMP), []).save(tmp_path / "run" / "ceilings.json")
+    return tmp_path / "run"
+
+
+def test_geometric_means():
+    values = judge(rows(), "toy", "triton", "fp16").values
+    assert values["dev_eager"] == pytest.approx(4) and values["dev_compile"] == pytest.approx(3)
+    assert values["fbdev_eager"] == pytest.approx(6) and values["fbdev_compile"] == pytest.approx(4.5)
+    assert values["fb_eager"] == pytest.approx(3) and values["fb_compile"] == pytest.approx(2)
+    assert values["vram"] == pytest.approx(3)
+    assert (values["ulp"], values["eager_ulp"]) == (pytest.approx(2), pytest.approx(4))
+    assert (values["n"], values["n_ok"], values["worst_case"]) == (2, 2, "a")
+
+
+def test_a_failure_is_not_hidden():
+    found = judge(rows(), "toy", "tilelang", "fp16", cases=("a", "b", "c"))
+    assert (found.values["n"], found.values["n_ok"]) == (3, 1)
+    assert found.values["dev_eager"] == pytest.approx(0.5)
+    assert found.notes == ("b: failed: assert", "c: not measured")
+
+
+def test_a_missing_baseline_is_noted():
+    some = [row for row in rows() if (row["case"], row["backend"]) != ("b", "compile")]
+    found = judge(some, "toy", "triton", "fp16")
+    assert found.values["dev_compile"] == pytest.approx(1.5) and found.values["dev_eager"] == pytest.approx(4)
+    assert found.notes == ("against compile: without b",)
+
+
+def test_nothing_ok():
+    bad = [row | {"status": "invalid"} for row in rows()]
+    values = judge(bad, "toy", "triton", "fp16").values
+    assert values["n_ok"] == 0 and values["dev_eager"] is None and values["worst_case"] is None
+
+
+def test_json_has_the_fixed_keys(folder):
+    found = json.loads(verdict(folder, format="json"))
+    assert [list(entry) for entry in found] == [list(verdicts.COLUMNS)] * 2
+    assert found == verdict(folder)
+
+
+def test_text_and_markdown_agree(folder):
+    text, table = verdict(folder, format="text"), verdict(folder, format="markdown").splitlines()
+    assert len(table) == 4 and len({line.count("|") for line in table}) == 1
+    assert "| toy | triton | 2/2 | 4.00 | 3.00 |" in table[2]
+    assert "| toy | tilelang | 1/2 | 0.50 |" in table[3] and "b: failed: assert" in text
+
+
+def test_tie():
+    ratio = mean_ratio([([1.0], [1.1]), ([1.0], [0.9]), ([1.0], [1.05]), ([1.0], [0.97])])
+    assert ratio.tie and ratio.low < 1 < ratio.high
+    clear = mean_ratio([([2.0, 2.1], [1.0, 1.05]), ([3.0], [1.0])])
+    assert not clear.tie and 1.9 <= clear.low <= clear.value <= clear.high
+    assert clear == mean_ratio([([2.0, 2.1], [1.0, 1.05]), ([3.0], [1.0])])
+
+
+def test_geometric_mean():
+    assert geometric_mean([1, 4]) == pytest.approx(2)
+    for bad in ([], [1, 0], [-1]):
+        with pytest.raises(ValueError, match="wanted positive"):
+            geometric_mean(bad)
+    assert mean_ratio([]) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"),
+    [
+        ([10.0, 10.1], [9.0, 9.1], "faster"),
+        ([10.0, 10.1], [10.1, 10.2], "same"),
+        ([10.0, 10.1], [11.0, 11.2], "slower"),
+        ([10.0, 12.0], [10.5, 12.5], "unclear"),
+    ],
+)
+def test_compare(tmp_path, before, after, verdict):
+    paths = []
+    for name, times in (("a", before), ("b", after)):
+        run = Record(dict(STAMP), [made_row("toy", "c", "triton", times, fwdbwd=times)])
+        run.save(tmp_path / name / "toy.json")
+        paths.append(tmp_path / name)
+    changes = comparison.compare(*paths)
+    assert [change.verdict for change in changes] == [verdict] * 2
+    assert math.isclose(changes[0].ratio, after[0] / before[0])
+    assert comparison.worse(changes) is (verdict == "slower")
+    assert [c.verdict for c in comparison.compare(paths[0] / "toy.json", paths[1] / "toy.json")] == [verdict] * 2
+
+
+def test_compare_sees_broken_and_missing_rows(tmp_path):
+    ok, other = made_row("toy", "c", "triton", [1.0]), made_row("toy", "d", "triton", [1.0])
+    Record(dict(STAMP), [ok, other]).save(tmp_path / "a.json")
+    Record(dict(STAMP), [ok | {"status": "failed", "reason": "assert"}]).save(tmp_path / "b.json")
+    changes = comparison.compare(tmp_path / "a.json", tmp_path / "b.json")
+    assert [c.verdict for c in changes] == ["unclear"] * 4 and comparison.worse(changes)
+    assert changes[0].note == "ok → failed (assert)" and changes[2].note == "only in the first run"
+    assert not comparison.worse(comparison.compare(tmp_path / "b.json", tmp_path / "a.json"))
+
+
+def test_compare_refuses_two_cards(tmp_path):
+    for name, gpu in (("a", "NVIDIA Test"), ("b", "NVIDIA Other")):
+        Record({**STAMP, "gpu": gpu}, [made_row("toy", "c", "triton", [1.0])]).save(tmp_path / f"{name}.json")
+    with pytest.raises(ForeignGpu, match="NVIDIA Other and NVIDIA Test"):
+        comparison.compare(tmp_path / "a.json", tmp_path / "b.json")
+    assert len(comparison.compare(tmp_path / "a.json", tmp_path / "b.json", foreign=True)) == 2

@@ -1,0 +1,129 @@
+"""What a reader meets: a live notebook in JupyterLab, and reports opened from a file without a network."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from harness import report
+
+NAMES = [path.stem for path in report.sources()]
+FAMILIES = [name for name in NAMES if not name.startswith("00")]
+# The panel's image; the notebook's other images are not inside a panel's widgets.
+LIVE_FIGURE = ".jp-OutputArea-output .widget-html img"
+
+
+def tab_to(page, control):
+    """Presses Tab until the control has the focus."""
+    for _ in range(100):
+        page.keyboard.press("Tab")
+        if control.evaluate("control => control === document.activeElement"):
+            return
+    pytest.fail("Tab never reached the control")
+
+
+def test_there_are_notebooks():
+    assert "00_overview" in NAMES and FAMILIES
+
+
+@pytest.mark.parametrize("name", FAMILIES[:1])
+def test_live_panel_redraws(browser, lab, name):
+    page = browser.new_page(viewport={"width": 1400, "height": 1000})
+    page.set_default_timeout(60_000)
+    page.goto(lab.open(f"{name}.ipynb"))
+    page.wait_for_selector(".jp-Notebook .jp-CodeCell")
+    lab.wait_for_kernel()
+    page.wait_for_selector(".jp-NotebookPanel-toolbar [data-status='idle']")
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_role("menuitem", name=re.compile("^Run All Cells")).first.click()
+    page.wait_for_function(
+        """() => [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')]
+                 .every((prompt) => /^\\[\\d+\\]:$/.test(prompt.textContent.trim()))""",
+        timeout=180_000,
+    )
+    assert page.locator(".jp-RenderedText[data-mime-type='application/vnd.jupyter.stderr']").count() == 0
+    page.wait_for_selector(LIVE_FIGURE)
+    figure = page.locator(LIVE_FIGURE).first
+    figure.scroll_into_view_if_needed()
+    before, alt = figure.get_attribute("src"), figure.get_attribute("alt")
+    assert alt
+
+    select = page.locator(".jp-OutputArea-output .widget-dropdown select:visible").first
+    offered = select.locator("option").all_text_contents()
+    started = time.monotonic()
+    select.select_option(label=offered[-1])
+    page.wait_for_function("([css, was]) => document.querySelector(css).src !== was", arg=[LIVE_FIGURE, before])
+    print(f"redrawn in {time.monotonic() - started:.2f} s")
+    assert page.locator(LIVE_FIGURE).first.get_attribute("alt") != alt
+
+    # The same by keyboard alone. An arrow key by itself belongs to JupyterLab, which moves to another cell with it.
+    now = page.locator(LIVE_FIGURE).first.get_attribute("src")
+    page.locator(".jp-CodeCell", has=page.locator(LIVE_FIGURE)).first.locator(".jp-InputPrompt").click()
+    tab_to(page, select)
+    for key in ("Space", "ArrowUp", "Enter"):
+        page.keyboard.press(key)
+    page.wait_for_function("([css, was]) => document.querySelector(css).src !== was", arg=[LIVE_FIGURE, now])
+    page.close()
+
+
+@pytest.fixture
+def offline(browser):
+    """A page without a network, and the list of what went wrong on it."""
+    context = browser.new_context(offline=True, viewport={"width": 1200, "height": 900})
+    page = context.new_page()
+    wrong: list[str] = []
+    page.on("requestfailed", lambda request: wrong.append(f"failed request: {request.url[:200]}"))
+    page.on("request", lambda request: request.url.startswith(("file:", "data:")) or wrong.append(request.url[:200]))
+    page.on("console", lambda message: message.type in ("error", "warning") and wrong.append(message.text[:500]))
+    page.on("pageerror", lambda error: wrong.append(str(error)[:500]))
+    yield page, wrong
+    context.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_report_works_offline(offline, reports, name):
+    page, wrong = offline
+    path = reports / f"{name}.html"
+    assert path.stat().st_size < 6_000_000
+    page.goto(path.as_uri())
+    panel = page.locator(".panel").filter(has=page.locator("select:visible")).first
+    figure = panel.locator("img")
+    select = panel.locator("select:visible").first
+    before, numbers = figure.get_attribute("src"), panel.locator(".numbers").inner_html()
+    select.select_option(index=1)
+    assert figure.get_attribute("src") != before
+    assert panel.locator(".numbers").inner_html() != numbers
+
+    # Every control is reached by Tab and changed by an arrow key.
+    now = figure.get_attribute("src")
+    select.evaluate("select => select.blur()")
+    tab_to(page, select)
+    page.keyboard.press("ArrowUp")
+    assert figure.get_attribute("src") != now
+
+    alts = page.locator("img").evaluate_all("images => images.map((image) => image.alt)")
+    assert all(alts) and not any("No description" in alt for alt in alts)
+    assert page.locator("img").evaluate_all("images => images.every((image) => image.naturalWidth > 0)")
+    assert not wrong
+
+
+def test_formulas_are_drawn_without_a_script(offline, reports):
+    page, wrong = offline
+    page.goto((reports / f"{FAMILIES[0]}.html").as_uri())
+    boxes = page.locator("math").evaluate_all("all => all.map((math) => math.getBoundingClientRect().width)")
+    assert boxes and all(width > 0 for width in boxes)
+    assert "$" not in "".join(page.locator(".jp-MarkdownOutput").all_text_contents())
+    assert not wrong
+
+
+def test_contents_page_leads_to_every_report(offline, reports):
+    page, wrong = offline
+    page.goto((reports / "index.html").as_uri())
+    links = page.locator("a").evaluate_all("links => links.map((link) => link.getAttribute('href'))")
+    assert links == [f"{name}.html" for name in NAMES]
+    page.locator("a").first.click()
+    page.wait_for_selector("h1")
+    assert page.url.endswith(links[0])
+    assert not wrong

@@ -1,0 +1,135 @@
+"""A panel narrows its choices, redraws, reads out exact numbers, and exports whole."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import re
+import time
+
+import pytest
+
+from harness.figure import METRICS
+from harness.panel import FRAMES, MAX_FRAMES, Panel
+from harness.readings import readings
+from harness.record import Record, blank_row
+
+CASES = {"lora": ("small_r4", "small_r16", "large_r4", "large_r16"), "lora_bypass": ("small_t77", "small_t1024")}
+SPEED = {"eager": 30.0, "triton": 10.0}
+
+
+def make_row(op, case, backend):
+    scale = 1.0 + len(case)
+    phase = {"dev_us": [SPEED[backend] * scale, SPEED[backend] * scale + 1], "wall_us": [500.0, 700.0], "floor_us": 5.0}
+    measured = {"status": "ok", "fwd": phase, "fwdbwd": phase, "vram_fwd": 2**20, "vram_fwdbwd": 2**21, "ulp": 2.0}
+    sizes = {"bytes_read": 1000, "bytes_written": 1000, "floor_us": 5.0, "ulp_out": 1.0, "l2_resident": False}
+    return blank_row(op, case, "fp16", backend, {"O": 8, "I": 8}) | measured | sizes
+
+
+@pytest.fixture
+def run():
+    rows = [make_row(op, case, backend) for op, cases in CASES.items() for case in cases for backend in SPEED]
+    return Record({"gpu": "Test card", "started": "2026-01-02T03:04:05+00:00", "ceilings": {"copy_gbps": 100.0}}, rows)
+
+
+def controls(panel):
+    bar, drawn = panel._live().children
+    return {control.description: control for control in bar.children}, drawn
+
+
+def test_a_choice_narrows_the_next(run):
+    panel = Panel(run, "forward")
+    assert panel.options("op", panel.complete({})) == ["lora", "lora_bypass"]
+    assert panel.options("cases", panel.complete({"op": "lora"})) == ["all", "r4", "r16", "small", "large"]
+    assert panel.options("cases", panel.complete({"op": "lora_bypass"})) == ["all"]
+    assert panel.complete({"op": "lora_bypass", "cases": "r16"})["cases"] == "all"
+
+
+def test_cases_of_a_choice_are_those_in_the_table(run):
+    found = re.findall(r"<th scope=row>(\w+)</th>", Panel(run, "forward").frame({"cases": "r16"}).table)
+    assert found == ["small_r16", "large_r16"]
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_every_metric_has_an_image_and_words(run, metric):
+    data, metadata = Panel(run, metric)._repr_mimebundle_()
+    assert base64.b64decode(data["image/png"]).startswith(b"\x89PNG")
+    assert "eager" in data["text/plain"] and "triton" in data["text/plain"]
+    assert metadata["image/png"]["alt"] == data["text/plain"]
+
+
+def test_words_and_numbers_are_those_of_the_rows(run):
+    frame = Panel(run, "speedup", op="lora").frame()
+    assert "triton 3 to 3" in frame.alt and "Test card, 2026-01-02" in frame.alt
+    value = readings(METRICS["forward"], run.rows)["small_r4", "triton"]
+    assert (value.value, value.low, value.high) == (90.0, 90.0, 91.0)
+    assert str(value) == "90 [90–91]"
+
+
+def test_a_failure_shows_as_one(run):
+    run.rows[0] |= {"status": "failed", "reason": "planted"}
+    assert ">failed</td>" in Panel(run, "forward", op=run.rows[0]["op"]).frame().table
+
+
+def test_wall_and_scale_change_the_figure_and_wall_the_numbers(run):
+    panel = Panel(run, "forward")
+    device, wall, linear = panel.frame({}), panel.frame({"clock": "wall"}), panel.frame({"scale": "linear"})
+    assert len({device.png, wall.png, linear.png}) == 3
+    assert "500 [500–700]" in wall.table and wall.table != device.table == linear.table
+
+
+def test_live_controls_redraw(run):
+    found, drawn = controls(Panel(run, "forward"))
+    before = drawn.value
+    panel_time = time.perf_counter()
+    found["Operation"].value = "lora_bypass"
+    panel_time = time.perf_counter() - panel_time
+    assert drawn.value != before and "small_t77" in drawn.value
+    assert found["Cases"].options == ("all",) and found["Cases"].layout.display == "none"
+    assert panel_time < 5, "half a second on a free machine; ten times that is wrong on any"
+
+
+def test_live_backends_can_be_left_out(run):
+    found, drawn = controls(Panel(run, "forward"))
+    found["Backends"].value = ("triton",)
+    assert "<th scope=col>triton</th>" in drawn.value and "<th scope=col>eager</th>" not in drawn.value
+
+
+def test_export_holds_every_combination_and_loads_nothing(run, monkeypatch):
+    panel = Panel(run, "forward")
+    monkeypatch.setenv(FRAMES, "1")
+    data, _ = panel._repr_mimebundle_()
+    assert set(data) == {"text/plain", "text/html"}
+    text = re.search(r'<script type="application/json">(.*?)</script>', data["text/html"], re.DOTALL)[1]
+    node = json.loads(text)["tree"]
+    for chosen in panel.combinations():
+        leaf = node
+        for value in chosen.values():
+            leaf = leaf[value]
+        assert leaf == [panel.frame(chosen).png, panel.frame(chosen).alt, panel.frame(chosen).table]
+    assert not re.search(r"(src|href)=.?(https?:)?//", html.unescape(data["text/html"]))
+
+
+def test_export_is_capped(run):
+    everything = Panel(run)
+    assert len(everything.combinations()) <= max(MAX_FRAMES, 2 * len(METRICS))
+    assert {chosen["metric"] for chosen in everything.combinations()} == set(METRICS)
+
+
+def test_several_runs_are_a_control(run):
+    other = Record({**run.meta, "gpu": "Other card"}, run.rows)
+    panel = Panel({"here": run, "there": other}, "forward", run="there")
+    assert panel.options("run", {}) == ["here", "there"]
+    assert "there" in panel.frame().alt
+
+
+@pytest.mark.parametrize(("arguments", "said"), [({"metric": "speed"}, "speed"), ({"colour": "red"}, "colour")])
+def test_what_it_does_not_know_is_an_error(run, arguments, said):
+    with pytest.raises(ValueError, match=said):
+        Panel(run, **arguments)
+
+
+def test_nothing_recorded_is_an_error(run):
+    with pytest.raises(ValueError, match="nothing recorded"):
+        Panel(Record(run.meta))

@@ -1,0 +1,57 @@
+"""The README's table is the recorded runs' verdict, formulas become MathML, and a refresh settles a notebook."""
+
+from __future__ import annotations
+
+import nbformat
+import pytest
+
+from harness import report, show, stamp
+from kernels.registry import families
+
+
+def test_readme_shows_the_recorded_verdict():
+    (found,) = report.TABLE.finditer(report.README.read_text(encoding="utf-8"))
+    assert found[0] == found[1] + report.readme_table() + found[2], "run `make refresh`"
+
+
+def test_readme_has_rows_of_recorded_families_only():
+    recorded = {
+        family for folder in stamp.recorded_dirs() for family in families() if (folder / f"{family}.json").exists()
+    }
+    table = report.readme_table()
+    for family, ops in families().items():
+        assert all((f"| {op.name} |" in table) == (family in recorded) for op in ops)
+
+
+@pytest.mark.parametrize(
+    ("text", "formulas"),
+    [("$x$ and $$y^2$$", 2), ("costs $5 and $6", 0), ("`$x$` and\n```\n$y$\n```", 0), (r"$\Delta W_{[O,I]}$", 1)],
+)
+def test_formulas_become_mathml(text, formulas):
+    made = report.to_mathml(text)
+    assert made.count("<math") == formulas
+    assert formulas or made == text
+
+
+def test_settling_keeps_what_shows_and_drops_what_a_kernel_needs():
+    output = nbformat.v4.new_output("display_data", {"image/png": "AAAA", report.WIDGET_VIEW: {"model_id": "1"}})
+    cell = nbformat.v4.new_code_cell("1", outputs=[output], metadata={"execution": {"started": "now"}})
+    notebook = nbformat.v4.new_notebook(cells=[cell], metadata={"widgets": {"state": {}}})
+    settled = report.settle(notebook)
+    assert settled.cells[0].outputs[0].data == {"image/png": "AAAA"}
+    assert settled.cells[0].metadata == {} and "widgets" not in settled.metadata
+
+
+def test_source_is_read_without_importing():
+    shown = show.source("kernels.lora.triton_impl", "_merge_kernel").data
+    assert "@triton.jit\ndef _merge_kernel(" in shown and "def _pair_kernel(" not in shown
+
+
+def test_published_figures_name_what_they_measured():
+    import json
+
+    published = json.loads(show.PUBLISHED.read_text(encoding="utf-8"))
+    assert "published" in published["label"]
+    swapped = {row["op"]: row["compares_with"] for row in published["rows"]}
+    assert swapped["lora"] == "loha" and swapped["lora_bypass"] == "loha_bypass"
+    assert all(there == here for there, here in swapped.items() if not there.startswith("lora"))
