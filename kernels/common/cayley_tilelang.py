@@ -58,7 +58,7 @@ def solve_shared(dsl: Dsl, blocks: Any, first: Any, factor: Any, system: Any) ->
             system[0, b, r, size + c] = 2.0 * q
         for p in T.serial(size):
             for b, r, c in dsl.parallel(count, size, 2 * size):
-                pivot = system[p % 2, b, p, c] / system[p % 2, b, p, p]
+                pivot = system[p % 2, b, p, c] * (1.0 / system[p % 2, b, p, p])
                 system[1 - p % 2, b, r, c] = T.if_then_else(
                     r == p, pivot, system[p % 2, b, r, c] - system[p % 2, b, r, p] * pivot
                 )

@@ -138,7 +138,7 @@ def forward(
 
 def backward(
     dsl: Dsl, *, K: Size, S: int, P: int, dtype: str, blocks_dtype: str, has_rescale: bool,
-    need_y: bool, need_blocks: bool, need_rescale: bool, split: bool, config: Any,
+    need_y: bool, need_blocks: bool, need_rescale: bool, split: bool, STEPS: int, config: Any,
 ) -> Any:  # fmt: skip
     """grad_y = g Mᵀ and P = yᵀ g of N blocks over a span of tokens, y and g read once."""
     T = dsl.T
@@ -156,10 +156,9 @@ def backward(
         grad_y: T.Tensor((n_t, n_k * S), dtype),
         grad_blocks: T.Tensor((n_k, S, S), blocks_dtype),
         grad_rescale: T.Tensor((n_k * S,), dtype),
-        steps: T.int32,
     ):
         T.annotate_pass_configs(dsl.passes(config.passes))
-        with T.Kernel(T.ceildiv(n_k, N), T.ceildiv(n_t, BLOCK_T * steps), threads=config.threads) as (pid_k, pid_t):
+        with T.Kernel(T.ceildiv(n_k, N), T.ceildiv(n_t, BLOCK_T * STEPS), threads=config.threads) as (pid_k, pid_t):
             g = dsl.shared((BLOCK_T, N * P), dtype)
             tile = dsl.shared((BLOCK_T, N * P), dtype)
             result = dsl.shared((BLOCK_T, N * P), dtype)
@@ -172,8 +171,8 @@ def backward(
             if need_y:
                 rotation(dsl, delta, rescale if has_rescale else None, pid_k * N, d, high, low, factor, S, P, True)
             T.clear(product)
-            for step in dsl.pipelined(steps, config.stages if S == P else 0):
-                start = (pid_t * steps + step) * BLOCK_T
+            for step in dsl.pipelined(STEPS, min(config.stages, STEPS) if S == P else 0):
+                start = (pid_t * STEPS + step) * BLOCK_T
                 _load(dsl, grad, start, pid_k * N, g, S, P, n_k)
                 if need_p:
                     _load(dsl, y, start, pid_k * N, tile, S, P, n_k)

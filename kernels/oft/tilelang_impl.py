@@ -93,7 +93,10 @@ def bypass_config(
     tiles = cdiv(n_t, block_t)
     spans = min(tiles, max(1, cdiv(3 * sms, cdiv(n_k, blocks))))
     if backward:
-        return Tokens(block_t, blocks, 128, steps=cdiv(tiles, spans))
+        steps = cdiv(tiles, spans)
+        # Three leading bits: a few builds serve every number of tokens.
+        grain = 1 << max(0, steps.bit_length() - 3)
+        return Tokens(block_t, blocks, 128, steps=cdiv(steps, grain) * grain)
     return Tokens(block_t, blocks, 128, tiles=min(cdiv(tiles, spans), 4))
 
 
@@ -181,9 +184,10 @@ def merge_backward(
         run = build(tilelang_merge.scalars_backward, target, **sizes(target, I=shape[1]), WIDTH=width, **constants)
     else:
         shape = (n_k, size, n_i)
-        run = build(tilelang_merge.dots_backward, target, **sizes(target, I=n_i), P=pad(size), **constants)
+        run = build(tilelang_merge.dots_backward, target, **sizes(target, I=n_i), P=pad(size), STEPS=steps, **constants)
     view = None if grad_weight is None else grad_weight.view(shape)
-    run(g.view(shape), weight.view(shape), rescale, delta, parts, grads.blocks, view, grads.rescale, steps)
+    last = (steps,) if size <= MAX_SCALARS else ()
+    run(g.view(shape), weight.view(shape), rescale, delta, parts, grads.blocks, view, grads.rescale, *last)
     if parts is not None:
         finish(parts, grads.blocks, grads.rescale, delta, rescale)
     grad_blocks, grad_rescale = grads.result()
@@ -267,10 +271,11 @@ def bypass_backward(
         need_blocks=need_blocks,
         need_rescale=need_rescale,
         split=parts is not None,
+        STEPS=steps,
         config=config,
     )
     view = None if grad_y is None else grad_y.view(flat.shape)
-    run(g, flat, rescale, delta, parts, view, grads.blocks, grads.rescale, steps)
+    run(g, flat, rescale, delta, parts, view, grads.blocks, grads.rescale)
     if parts is not None:
         finish(parts, grads.blocks, grads.rescale, delta, rescale)
     grad_blocks, grad_rescale = grads.result()

@@ -255,7 +255,7 @@ def dots(
 
 def dots_backward(
     dsl: Dsl, *, I: Size, S: int, P: int, dtype: str, blocks_dtype: str, has_rescale: bool,
-    need_blocks: bool, need_weight: bool, need_rescale: bool, split: bool, config: Any,
+    need_blocks: bool, need_weight: bool, need_rescale: bool, split: bool, STEPS: int, config: Any,
 ) -> Any:  # fmt: skip
     """grad_W = M G and P = W Gᵀ of one block over a span of columns, W and G read once."""
     T = dsl.T
@@ -273,10 +273,9 @@ def dots_backward(
         grad_blocks: T.Tensor((n_k, S, S), blocks_dtype),
         grad_weight: T.Tensor((n_k, S, I), dtype),
         grad_rescale: T.Tensor((n_o,), dtype),
-        steps: T.int32,
     ):
         T.annotate_pass_configs(dsl.passes(config.passes))
-        with T.Kernel(T.ceildiv(I, BLOCK_I * steps), n_k, threads=config.threads) as (pid_i, pid_k):
+        with T.Kernel(T.ceildiv(I, BLOCK_I * STEPS), n_k, threads=config.threads) as (pid_i, pid_k):
             g = dsl.shared((P, BLOCK_I), dtype)
             w = dsl.shared((P, BLOCK_I), dtype)
             result = dsl.shared((P, BLOCK_I), dtype)
@@ -288,8 +287,8 @@ def dots_backward(
             if need_weight:
                 rotation(dsl, delta, rescale if has_rescale else None, pid_k, d, high, low, factor, S, P, False)
             T.clear(product)
-            for step in dsl.pipelined(steps, config.stages):
-                first = (pid_i * steps + step) * BLOCK_I
+            for step in dsl.pipelined(STEPS, min(config.stages, STEPS)):
+                first = (pid_i * STEPS + step) * BLOCK_I
                 T.copy(grad[pid_k, 0, first], g)
                 if need_p:
                     T.copy(weight[pid_k, 0, first], w)
