@@ -49,6 +49,8 @@ _DTYPES = {
     torch.float32: "float32",
     torch.float64: "float64",
 }
+# By architecture; the others of compute capability 8.0 and newer give a block 99 KiB.
+_SHARED_KIB = {"sm_80": 163, "sm_87": 163, "sm_90a": 227, "sm_100a": 227, "sm_103a": 227, "sm_110a": 227}
 _kernels: dict[tuple[Any, ...], Kernel] = {}
 _building = RLock()
 
@@ -63,6 +65,11 @@ class Target:
     @property
     def cpu(self) -> bool:
         return self.arch == "c"
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that a block can have."""
+        return _SHARED_KIB.get(self.arch, 99) * 1024
 
 
 class Dsl:

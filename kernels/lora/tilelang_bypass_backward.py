@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.common.tilelang_ops import reduce_partials, store_tile, sum_parts, to_operand
 from kernels.common.tilelang_target import Dsl, Size, Target, build, dtype_name, ready, sizes, target_of
 from kernels.common.views import cdiv, rows, sm_count
-from kernels.lora.tilelang_dual import PLAIN, Dual, dual, dual_config, rank_block
+from kernels.lora.tilelang_dual import EITHER, Dual, dual, dual_config, rank_block
 
 # From this many tokens on, summing h's partials once costs less than each column of blocks summing them again, as
 # measured for the same steps in Triton (3072×3072, rank 16, 1024 tokens: 13.3 µs against 15.5; 77 tokens: 10.0, 8.6).
@@ -36,7 +36,7 @@ class DownBackward:
     threads: int = 128
     stages: int = 3
     staged: bool = True
-    passes: tuple[str, ...] = PLAIN
+    passes: tuple[str, ...] = EITHER
 
 
 def down_backward_kernel(

@@ -19,6 +19,8 @@ from kernels.common.views import cdiv, sm_count
 MAX_RANK = 256
 # TileLang's own split into loading and computing warps costs these short loops more than it hides.
 PLAIN = ("disable_warp_specialized",)
+# Where blocks of one launch do one thing or the other, what the two keep in shared memory has to overlap.
+EITHER = (*PLAIN, "enable_aggressive_shared_memory_merge")
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,10 @@ def dual_config(
     steps = cdiv(steps, grain) * grain
     if whole_span:
         steps = max(1, min(steps, 64 * threads // (rank * block_m)))
-    return Dual(block_m, block_n, steps * block_m, threads, min(3, steps))
+    item = dtype.itemsize
+    held = rank * (block_n + (steps * block_m if whole_span else 0)) * item
+    stages = (target.shared_bytes - held) // (block_m * (block_n + rank) * item)
+    return Dual(block_m, block_n, steps * block_m, threads, max(1, min(3, steps, stages)))
 
 
 def dual(

@@ -7,7 +7,7 @@
 Sums over more than one block go through float32 partials that a reduction adds in a fixed order: deterministic.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.common.tilelang_ops import reduce_partials, store_tile
 from kernels.common.tilelang_target import Dsl, Size, Target, build, dtype_name, ready, ready_base, sizes, target_of
 from kernels.common.views import sm_count
-from kernels.lora.tilelang_dual import PLAIN, Dual, dual, dual_config, rank_block
+from kernels.lora.tilelang_dual import EITHER, PLAIN, Dual, dual, dual_config, rank_block
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Pair:
     block_k: int
     threads: int = 128
     stages: int = 4
-    passes: tuple[str, ...] = PLAIN
+    passes: tuple[str, ...] = EITHER
 
 
 def merge_kernel(
@@ -171,8 +171,11 @@ def merge_backward_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, targ
     if target.cpu or dtype is torch.float32 or n_r > 64 or n_r < 8 or size > 1 << 24 or n_o > 2 * n_i:
         return dual_config(n_o, n_i, n_r, dtype, target, sms)
     if n_r <= 16:
-        return Pair(32, 16, 128, 64) if size <= 1 << 19 else Pair(32, 32, 256) if size <= 1 << 21 else Pair(64, 64, 256)
-    return Pair(32, 32, 128) if size <= 1 << 19 else Pair(64, 32, 128) if size <= 1 << 23 else Pair(64, 64, 128)
+        pair = Pair(32, 16, 128, 64) if size <= 1 << 19 else Pair(32, 32, 256) if size <= 1 << 21 else Pair(64, 64, 256)
+    else:
+        pair = Pair(32, 32, 128) if size <= 1 << 19 else Pair(64, 32, 128) if size <= 1 << 23 else Pair(64, 64, 128)
+    widest = max(pair.block_m, pair.block_n) + rank_block("lora", n_r, target)
+    return replace(pair, stages=min(pair.stages, target.shared_bytes // (pair.block_k * widest * dtype.itemsize)))
 
 
 def merge_forward(
