@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.common.errors import UnsupportedCase
 from kernels.common.tilelang_ops import reduce_partials
 from kernels.common.tilelang_target import Target, build, dtype_name, ready, sizes, target_of
-from kernels.common.views import cdiv, rows, sm_count
+from kernels.common.views import cdiv, sm_count
 from kernels.loha import tilelang_merge as kernels
 from kernels.loha.grads import new_grads
 

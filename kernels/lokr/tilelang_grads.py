@@ -8,7 +8,6 @@ from torch import Tensor
 
 from kernels.common.tilelang_ops import to_operand
 from kernels.common.tilelang_target import Dsl, Size, build, dtype_name, sizes, target_of
-from kernels.common.views import cdiv
 from kernels.lokr.tilelang_factors import Side
 
 
