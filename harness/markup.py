@@ -32,7 +32,7 @@ def png(figure: Any) -> str:
 
     raw, small = io.BytesIO(), io.BytesIO()
     figure.savefig(raw, format="png", dpi=DPI)
-    Image.open(raw).convert("RGB").quantize(COLORS, dither=Image.Dither.NONE).save(small, "png", optimize=True)
+    Image.open(raw).convert("RGB").quantize(COLORS, dither=Image.Dither.NONE).save(small, "png")
     return base64.b64encode(small.getvalue()).decode()
 
 

@@ -43,8 +43,13 @@ def test_settling_keeps_what_shows_and_drops_what_a_kernel_needs():
 
 
 def test_source_is_read_without_importing():
-    shown = show.source("kernels.lora.triton_merge", "_merge_kernel").data
+    shown = show.source("lora", "triton", "_merge_kernel").data
     assert "@triton.jit\ndef _merge_kernel(" in shown and "def _pair_kernel(" not in shown
+
+
+def test_source_that_is_not_there_is_an_error():
+    with pytest.raises(LookupError, match="no_such_kernel: in 0 of"):
+        show.source("lora", "triton", "no_such_kernel")
 
 
 def test_published_figures_name_what_they_measured():
