@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels.common.tilelang_target import Dsl, build, dtype_name, target_of
+from kernels.common.tilelang_target import Dsl, Size, build, dtype_name, target_of
 
 # Small blocks, since the sums are few and short: a wide launch is what makes them quick.
 _REDUCE_BLOCK = 256
@@ -30,9 +30,7 @@ def to_operand(dsl: Dsl, value: Any, operand: Any, factor: Any) -> Any:
         T.reduce_absmax(value, row_top, dim=1)
         T.reduce_max(row_top, top, dim=0)
         # Registers for the powers of two: TileLang loses plain variables that are bound inside a pipelined loop.
-        top[0] = T.reinterpret(
-            T.reinterpret(T.max(T.min(top[0], 1e38), 16384.0), "int32") & 0x7F800000, "float32"
-        )
+        top[0] = T.reinterpret(T.reinterpret(T.max(T.min(top[0], 1e38), 16384.0), "int32") & 0x7F800000, "float32")
         factor[0] = top[0] * (1.0 / 16384.0)
         inverse[0] = T.reinterpret(0x7F000000 - T.reinterpret(top[0], "int32"), "float32") * 16384.0
         for i, j in dsl.parallel(rows, cols):
@@ -46,14 +44,17 @@ def to_operand(dsl: Dsl, value: Any, operand: Any, factor: Any) -> Any:
     return (scaled if operand.dtype == "float16" else cast)(value, operand, factor)
 
 
-def sum_parts(dsl: Dsl, parts: Any, row: Any, total: Any, part: Any) -> Any:
-    """total = Σ_s parts[s, row:, :] in the order of s; `part` is a register tile like `total`."""
+def sum_parts(dsl: Dsl, parts: Any, row: Any, total: Any, part: Any, splits: Size) -> Any:
+    """total = Σ_s parts[s, row:, :] in the order of s; `part` is a register tile like `total`.
+
+    A constant number of `splits` is unrolled, so that all loads are in flight at once; None means known at run time.
+    """
     T = dsl.T
 
     @T.macro
     def sum_rows(parts, row, total, part):  # type: ignore[no-untyped-def]
         T.copy(parts[0, row, 0], total)
-        for s in T.serial(parts.shape[0] - 1):
+        for s in T.serial(parts.shape[0] - 1) if splits is None else T.unroll(splits - 1):
             T.copy(parts[s + 1, row, 0], part)
             for i, r in dsl.parallel(total.shape[0], total.shape[1]):
                 total[i, r] += part[i, r]

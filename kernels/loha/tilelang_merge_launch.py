@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from kernels.common.errors import UnsupportedCase
-from kernels.common.tilelang_ops import reduce_partials
 from kernels.common.tilelang_target import Target, build, dtype_name, ready, sizes, target_of
 from kernels.common.views import cdiv, sm_count
 from kernels.loha import tilelang_merge as kernels
 from kernels.loha.grads import new_grads
+from kernels.loha.tilelang_reduce import reduce_grads
 
 MAX_RANK = 128
 _PLAIN = ("disable_warp_specialized",)
@@ -152,11 +152,8 @@ def factor_backward(
     (n_o, n_r), n_i = up1.shape, down1.shape[1]
     target = target_of(g)
     config = config or backward_config(n_o, n_i, n_r, g.dtype, target, sm_count(g.device), x is not None)
-    ups, grad_up1, grad_up2 = new_grads(up1, up2, (needs[0], needs[2]))
-    downs, grad_down1, grad_down2 = new_grads(down1, down2, (needs[1], needs[3]))
-    strips, spans = cdiv(n_i, config.block_i), cdiv(n_o, config.span)
-    up_parts = None if ups is None else g.new_empty((strips, *ups.shape), dtype=torch.float32)
-    down_parts = None if downs is None else g.new_empty((spans, *downs.shape), dtype=torch.float32)
+    up_parts, ups = new_grads(up1, up2, (needs[0], needs[2]), cdiv(n_i, config.block_i))
+    down_parts, downs = new_grads(down1, down2, (needs[1], needs[3]), cdiv(n_o, config.span))
     run = build(
         kernels.factor_backward,
         target,
@@ -172,5 +169,5 @@ def factor_backward(
         None if up_parts is None else up_parts.view(-1, n_o, n_r),
         None if down_parts is None else down_parts.view(-1, n_r, n_i),
     )  # fmt: skip
-    reduce_partials((up_parts, down_parts), (ups, downs), scale)
-    return grad_up1, grad_down1, grad_up2, grad_down2
+    reduce_grads((up_parts, down_parts), (ups, downs), scale)
+    return ups[0], downs[0], ups[1], downs[1]

@@ -6,8 +6,8 @@ those of triton_pairs.py.
 
 from typing import Any
 
+from kernels.common.tilelang_ops import store_tile
 from kernels.common.tilelang_target import Dsl, Size
-from kernels.lora.tilelang_kernels import store_tile
 
 
 def _exponent(T: Any, top: Any, log: int) -> Any:

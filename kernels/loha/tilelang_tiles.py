@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.common.tilelang_ops import to_operand
+from kernels.common.tilelang_ops import store_tile, to_operand
 from kernels.common.tilelang_target import Dsl, Size, Target, build, dtype_name, sizes, target_of
-from kernels.lora.tilelang_kernels import store_tile
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,9 @@ def side(op: str, name: str, wa: Tensor, wb: Tensor | None) -> Side:
         return Side(ready(wa), None, wa.shape[0], wa.shape[1], 0)
     rank = wa.shape[1]
     if rank > MAX_RANK:
-        raise UnsupportedCase(f"{op}: {name}: TileLang kernels hold a pair's rank in a tile: got {rank}, at most {MAX_RANK}")
+        raise UnsupportedCase(
+            f"{op}: {name}: TileLang kernels hold a pair's rank in a tile: got {rank}, at most {MAX_RANK}"
+        )
     return Side(ready(wa), ready(wb), wa.shape[0], wb.shape[1], rank)
 
 
@@ -53,9 +55,7 @@ def padded(n: int, multiple: int = 16) -> int:
     return max(1, (n + multiple - 1) // multiple) * multiple
 
 
-def load_factor(
-    dsl: Dsl, wa: Any, wb: Any, block_r: int, out: Any, threads: int, row_of: Any, col_of: Any
-) -> Any:
+def load_factor(dsl: Dsl, wa: Any, wb: Any, block_r: int, out: Any, threads: int, row_of: Any, col_of: Any) -> Any:
     """The shared float32 tile out[i, j] = factor[row_of(i), col_of(j)], zero where that is past the factor's end."""
     T = dsl.T
     rows, cols = out.shape

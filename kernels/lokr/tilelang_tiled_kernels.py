@@ -119,7 +119,11 @@ def gradient(
         scale: T.float32,
     ):
         T.annotate_pass_configs(dsl.passes(config.passes))
-        with T.Kernel(T.ceildiv(D, BLOCK_D), T.ceildiv(C, BLOCK_C), splits, threads=config.threads) as (pid_d, pid_c, pid_s):
+        with T.Kernel(T.ceildiv(D, BLOCK_D), T.ceildiv(C, BLOCK_C), splits, threads=config.threads) as (
+            pid_d,
+            pid_c,
+            pid_s,
+        ):
             c0, d0 = pid_c * BLOCK_C, pid_d * BLOCK_D
             g_tile = dsl.shared((BLOCK_A, BLOCK_T * BLOCK_C), dtype)
             x_tile = dsl.shared((BLOCK_T * BLOCK_B, BLOCK_D), dtype)

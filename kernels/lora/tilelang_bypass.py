@@ -97,6 +97,7 @@ def up_kernel(
     *,
     O: Size,
     R: Size,
+    SPLITS: Size,
     BLOCK_R: int,
     dtype: str,
     out_dtype: str,
@@ -107,7 +108,7 @@ def up_kernel(
     """out = scale · z @ upᵀ (+ base), z = Σ_s parts[s], which the first column of blocks also writes."""
     T = dsl.T
     tokens, O, R = T.dynamic("tokens"), dsl.size("O", O), dsl.size("R", R)
-    splits = T.dynamic("splits")
+    splits = dsl.size("splits", SPLITS)
     BLOCK_T, BLOCK_O = config.block_t, config.block_o
 
     @T.prim_func
@@ -128,7 +129,7 @@ def up_kernel(
             part = dsl.fragment((BLOCK_T, BLOCK_R))
             acc = dsl.fragment((BLOCK_T, BLOCK_O))
             T.copy(up[pid_o * BLOCK_O, 0], up_tile)
-            sum_parts(dsl, parts, pid_t * BLOCK_T, value, part)
+            sum_parts(dsl, parts, pid_t * BLOCK_T, value, part, SPLITS)
             if save_z:
                 if pid_o == 0:
                     T.copy(value, z[pid_t * BLOCK_T, 0])
@@ -195,17 +196,18 @@ def fused_kernel(
 def bypass_config(
     n_t: int, n_o: int, n_i: int, n_r: int, dtype: torch.dtype, target: Target, sms: int
 ) -> tuple[Down, Up] | Fused:
-    """Two launches that split I while tokens alone don't fill the SMs, one fused launch once they do."""
+    """Two launches that split I while tokens alone don't fill the SMs, one fused launch once they do many times over."""
     if target.cpu:
         return Down(16, 32, 64), Up(16, 32)
     if dtype is torch.float32 or n_r > 64:
         span = cdiv(cdiv(n_i, max(1, min(16, cdiv(n_i, 32), sms // cdiv(n_t, 32)))), 32) * 32
         return Down(32, 32, span, 64, 3), Up(32, 64)
-    if n_t >= 24 * sms:
-        return Fused(32, 128, 128, 128, 4) if n_t < 64 * sms else Fused(64, 128, 128, 128, 3)
+    if n_t >= 64 * sms:
+        return Fused(64, 128, 128, 128, 3)
     if n_t <= 256:
-        return Down(16, 128, max(256, cdiv(n_i, 16 * 128) * 128), 64, 2), Up(16, 128)
-    return Down(64, 128, max(512, cdiv(n_i, 16 * 128) * 128), 128, 4), Up(32, 128)
+        return Down(32, 128, cdiv(n_i, 24 * 128) * 128, 64, 1), Up(16, 128)
+    splits = max(1, min(16, cdiv(n_i, 128), sms // cdiv(n_t, 64)))
+    return Down(64, 128, cdiv(cdiv(n_i, splits), 128) * 128, 128, 3), Up(64, 128)
 
 
 def bypass_forward(
@@ -238,9 +240,11 @@ def bypass_forward(
         run(flat, down, up, bias, out.view(n_t, n_o), z, scale)
     else:
         first, second = config
-        parts = x.new_empty((cdiv(n_i, first.span), n_t, n_r), dtype=torch.float32)
+        splits = cdiv(n_i, first.span)
+        parts = x.new_empty((splits, n_t, n_r), dtype=torch.float32)
         make_z = build(down_kernel, target, **sizes(target, I=n_i, R=n_r), **shared, config=first)
-        make_y = build(up_kernel, target, **sizes(target, O=n_o, R=n_r), **shared, **last, config=second)
+        known = sizes(target, O=n_o, R=n_r, SPLITS=splits)
+        make_y = build(up_kernel, target, **known, **shared, **last, config=second)
         make_z(flat, down, parts)
         make_y(parts, up, bias, out.view(n_t, n_o), z, scale)
     return out, () if z is None else (z,)

@@ -1,7 +1,7 @@
 """LoRA's bypass backward in TileLang.
 
     h = G @ up, grad_up = scale · Gᵀ @ z                       G read once (`dual`)
-    grad_x = scale · h @ down, grad_down = scale · hᵀ @ x      x read once, then one reduction
+    grad_x = scale · h @ down, grad_down = scale · hᵀ @ x      one launch for few tokens, two for many; one reduction
 
 h stays float32; where it feeds a 16-bit product it is scaled by a power of two if need be.
 """
@@ -17,9 +17,9 @@ from kernels.common.tilelang_target import Dsl, Size, Target, build, dtype_name,
 from kernels.common.views import cdiv, rows, sm_count
 from kernels.lora.tilelang_dual import EITHER, Dual, dual, dual_config, rank_block
 
-# From this many tokens on, summing h's partials once costs less than each column of blocks summing them again, as
-# measured for the same steps in Triton (3072×3072, rank 16, 1024 tokens: 13.3 µs against 15.5; 77 tokens: 10.0, 8.6).
-REDUCE_H_FROM = 512
+# From this many tokens on h's partials are summed once, and grad_x and grad_down are made in launches of their own, since
+# nothing but h is common to them and one launch holds the shared memory of both. Fewer tokens save the launches.
+APART_FROM = 512
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,9 @@ class DownBackward:
 
 
 def down_backward_kernel(
-    dsl: Dsl, *, I: Size, R: Size, BLOCK_R: int, dtype: str, need_x: bool, need_down: bool, config: DownBackward
-) -> Any:
+    dsl: Dsl, *, I: Size, R: Size, SPLITS: Size, BLOCK_R: int, dtype: str, need_x: bool, need_down: bool,
+    config: DownBackward,
+) -> Any:  # fmt: skip
     """grad_x = scale · h @ down and down_parts[t, R, I] = h[t]ᵀ @ x[t], with h = Σ_s h_parts[s], x read once.
 
     After every `ratio` blocks that write a tile of grad_x comes one that reads a strip of x: the memory does both at
@@ -49,7 +50,7 @@ def down_backward_kernel(
     """
     T = dsl.T
     tokens, I, R = T.dynamic("tokens"), dsl.size("I", I), dsl.size("R", R)
-    splits, spans = T.dynamic("splits"), T.dynamic("spans")
+    splits, spans = dsl.size("splits", SPLITS), T.dynamic("spans")
     BLOCK_X, BLOCK_T, BLOCK_I, SPAN = config.block_x, config.block_t, config.block_i, config.span
 
     @T.macro
@@ -62,7 +63,7 @@ def down_backward_kernel(
         down_tile = dsl.shared((BLOCK_R, BLOCK_I), dtype)
         acc = dsl.fragment((BLOCK_X, BLOCK_I))
         T.copy(down[0, col], down_tile)
-        sum_parts(dsl, h_parts, row, value, part)
+        sum_parts(dsl, h_parts, row, value, part, SPLITS)
         to_operand(dsl, value, operand, factor)
         T.clear(acc)
         dsl.gemm(operand, down_tile, acc)
@@ -80,7 +81,7 @@ def down_backward_kernel(
         x_tile = dsl.shared((BLOCK_T, BLOCK_I), dtype)
         down_acc = dsl.fragment((BLOCK_I, BLOCK_R))
         T.clear(down_acc)
-        sum_parts(dsl, h_parts, pid_t * SPAN, span_value, span_part)
+        sum_parts(dsl, h_parts, pid_t * SPAN, span_value, span_part, SPLITS)
         to_operand(dsl, span_value, span_operand, span_factor)
         for step in dsl.pipelined(SPAN // BLOCK_T, config.stages):
             first = step * BLOCK_T
@@ -163,7 +164,8 @@ def bypass_backward(
     grad_up = torch.empty(up.shape, dtype=up.dtype, device=up.device) if need_up else None
     grad_down = torch.empty(down.shape, dtype=down.dtype, device=down.device) if need_down else None
     down_parts = None
-    if h_parts is not None and len(h_parts) > 1 and n_t >= REDUCE_H_FROM:
+    apart = n_t >= APART_FROM
+    if h_parts is not None and len(h_parts) > 1 and apart:
         h = h_parts.new_empty((1, n_t, n_r))
         reduce_partials((h_parts, up_parts), (h, grad_up), (1.0, scale))
         h_parts, up_parts = h, None
@@ -172,18 +174,24 @@ def bypass_backward(
         down_parts = x.new_empty((spans, n_r, n_i), dtype=torch.float32) if need_down else None
         tiles = cdiv(n_t, down_launch.block_x) * strips
         ratio = cdiv(tiles, spans * strips)
-        run = build(
-            down_backward_kernel,
-            target,
-            **sizes(target, I=n_i, R=n_r),
-            BLOCK_R=rank_block("lora_bypass", n_r, target),
-            dtype=dtype_name(x.dtype),
-            need_x=need_x,
-            need_down=need_down,
-            config=down_launch,
-        )
-        flat_grad = None if grad_x is None else grad_x.view(n_t, n_i)
         groups = max(cdiv(tiles, ratio), spans * strips)
-        run(h_parts, flat if need_down else None, down if need_x else None, flat_grad, down_parts, scale, groups, ratio)
+        flat_grad = None if grad_x is None else grad_x.view(n_t, n_i)
+        for with_x, with_down in ((need_x, False), (False, need_down)) if apart else ((need_x, need_down),):
+            if not with_x and not with_down:
+                continue
+            run = build(
+                down_backward_kernel,
+                target,
+                **sizes(target, I=n_i, R=n_r, SPLITS=len(h_parts)),
+                BLOCK_R=rank_block("lora_bypass", n_r, target),
+                dtype=dtype_name(x.dtype),
+                need_x=with_x,
+                need_down=with_down,
+                config=down_launch,
+            )
+            run(
+                h_parts, flat if with_down else None, down if with_x else None, flat_grad if with_x else None,
+                down_parts if with_down else None, scale, groups, ratio,
+            )  # fmt: skip
     reduce_partials((up_parts, down_parts), (grad_up, grad_down), scale)
     return grad_x, grad_up, grad_down
