@@ -162,7 +162,8 @@ def test_nan_and_inf_propagate(op: Op) -> None:
         values[op.args[0]].view(-1)[3] = value
         got, wanted = op.run(values, "triton"), op.run(values, "eager")
         assert torch.equal(got.isfinite(), wanted.isfinite())
-        assert not wanted.isfinite().all()
+        # An infinite entry of a Diag-OFT block is a finite rotation, by π; NaN is never anything but NaN.
+        assert value == float("inf") or not wanted.isfinite().all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -15,6 +15,9 @@ from torch import Tensor
 from kernels.common.errors import UnsupportedCase
 
 MAX_BLOCK = 64
+# Entries of Q are kept within this bound, whose square float32 holds. Such an entry turns its plane by π to float32's last
+# bit, which is also the limit that an elimination with pivots finds for inf.
+MAX_Q = 1e18
 # Blocks up to this size are eliminated by the program that applies them; larger ones by a kernel of their own.
 MAX_INLINE = 16
 # Blocks up to this size are applied by multiply-adds of whole rows; larger ones by tensor-core dots.

@@ -8,8 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels.common.cayley import MAX_INLINE, pad
+from kernels.common.cayley import MAX_INLINE, MAX_Q, pad
 from kernels.common.tilelang_target import Dsl, build, dtype_name, target_of
+
+
+def _skew(dsl: Dsl, upper: Any, lower: Any, factor: Any) -> Any:
+    """An entry of Q, kept within MAX_Q; NaN stays NaN."""
+    T = dsl.T
+    q = factor * (T.cast(upper, "float32") - T.cast(lower, "float32"))
+    return T.if_then_else(q > MAX_Q, MAX_Q, T.if_then_else(q < -MAX_Q, -MAX_Q, q))
 
 
 def solve_scalars(dsl: Dsl, blocks: Any, k: Any, factor: Any, delta: Any, size: int) -> Any:
@@ -22,7 +29,7 @@ def solve_scalars(dsl: Dsl, blocks: Any, k: Any, factor: Any, delta: Any, size: 
         system = T.alloc_local((size, 2 * size), "float32")
         for r in each:
             for c in each:
-                q = factor * (T.cast(blocks[k, r, c], "float32") - T.cast(blocks[k, c, r], "float32"))
+                q = _skew(dsl, blocks[k, r, c], blocks[k, c, r], factor)
                 system[r, c] = (1.0 if r == c else 0.0) - q
                 system[r, size + c] = 2.0 * q
         for p in each:
@@ -53,7 +60,7 @@ def solve_shared(dsl: Dsl, blocks: Any, first: Any, factor: Any, system: Any) ->
     def solved(blocks, first, factor, system):  # type: ignore[no-untyped-def]
         for b, r, c in dsl.parallel(count, size, size):
             k = T.min(first + b, blocks.shape[0] - 1)
-            q = factor * (T.cast(blocks[k, r, c], "float32") - T.cast(blocks[k, c, r], "float32"))
+            q = _skew(dsl, blocks[k, r, c], blocks[k, c, r], factor)
             system[0, b, r, c] = T.if_then_else(r == c, 1.0, 0.0) - q
             system[0, b, r, size + c] = 2.0 * q
         for p in T.serial(size):

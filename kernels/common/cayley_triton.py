@@ -10,7 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.cayley import MAX_INLINE, pad
+from kernels.common.cayley import MAX_INLINE, MAX_Q, pad
+
+_MAX_Q = tl.constexpr(MAX_Q)
+
+
+@triton.jit
+def _skew(upper, lower, factor):
+    """Entries of Q, kept within MAX_Q; NaN stays NaN."""
+    q = factor * (upper.to(tl.float32) - lower.to(tl.float32))
+    return tl.where(q > _MAX_Q, _MAX_Q, tl.where(q < -_MAX_Q, -_MAX_Q, q))
 
 
 @triton.jit
@@ -18,13 +27,13 @@ def solve_scalars(blocks, factor, S: tl.constexpr):
     """D of the one block at `blocks` as a tuple of S · S float32 scalars, row by row."""
     entries = ()
     for i in tl.static_range(S * S):
-        entries = entries + (tl.load(blocks + i).to(tl.float32),)
+        entries = entries + (tl.load(blocks + i),)
     system = ()
     for r in tl.static_range(S):
         for c in tl.static_range(S):
-            system = system + ((1.0 if r == c else 0.0) - factor * (entries[r * S + c] - entries[c * S + r]),)
+            system = system + ((1.0 if r == c else 0.0) - _skew(entries[r * S + c], entries[c * S + r], factor),)
         for c in tl.static_range(S):
-            system = system + (2.0 * factor * (entries[r * S + c] - entries[c * S + r]),)
+            system = system + (2.0 * _skew(entries[r * S + c], entries[c * S + r], factor),)
     for p in tl.static_range(S):
         inverse = 1.0 / system[p * 2 * S + p]
         pivot = ()
@@ -84,8 +93,8 @@ def solve_lanes(blocks, delta, factor, first, n_k, S: tl.constexpr, N: tl.conste
     at = block.to(tl.int64) * (S * S)
     system = ()
     for r in tl.static_range(S):
-        q = tl.load(blocks + at + r * S + cols, mask=mask, other=0.0).to(tl.float32)
-        q = factor * (q - tl.load(blocks + at + cols * S + r, mask=mask, other=0.0).to(tl.float32))
+        upper = tl.load(blocks + at + r * S + cols, mask=mask, other=0.0)
+        q = _skew(upper, tl.load(blocks + at + cols * S + r, mask=mask, other=0.0), factor)
         system = system + (tl.where(lanes < P, tl.where(cols == r, 1.0, 0.0) - q, 2.0 * q),)
     for p in tl.static_range(S):
         from_p = tl.full((N, 2 * P), p, tl.int32)
@@ -109,10 +118,11 @@ def _solve_kernel(blocks, delta, shrink, S: tl.constexpr, P: tl.constexpr, HAS_S
     lanes = tl.arange(0, 2 * P)[None, :]
     cols = lanes % P
     mask = (rows < S) & (cols < S)
-    q = tl.load(blocks + at + rows * S + cols, mask=mask, other=0.0).to(tl.float32)
-    q -= tl.load(blocks + at + cols * S + rows, mask=mask, other=0.0).to(tl.float32)
+    factor = 1.0
     if HAS_SHRINK:
-        q *= tl.load(shrink)
+        factor = tl.load(shrink)
+    upper = tl.load(blocks + at + rows * S + cols, mask=mask, other=0.0)
+    q = _skew(upper, tl.load(blocks + at + cols * S + rows, mask=mask, other=0.0), factor)
     system = tl.where(lanes < P, tl.where(rows == cols, 1.0, 0.0) - q, 2.0 * q)
     for p in range(S):
         row = tl.sum(tl.where(rows == p, system, 0.0), axis=0)[None, :]

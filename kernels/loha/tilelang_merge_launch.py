@@ -67,7 +67,7 @@ def backward_config(
 ) -> MergeBackward:
     """The backward's strip: as wide as registers allow (it divides up's partials), while each SM gets a block."""
     if target.cpu:
-        return MergeBackward(16, 32, 64)
+        return MergeBackward(16, 64, 64)
     threads = 256 if n_r > 32 or has_x else 128
     block_o, block_i = (32, 32) if dtype is torch.float32 else (64, 64 if n_o * n_i <= 1 << 21 or has_x else 128)
     steps = cdiv(cdiv(n_o, max(1, 2 * sms // cdiv(n_i, block_i))), block_o)

@@ -45,6 +45,12 @@ OPS = (
         cases=linear_cases("d", "dim", (4, 16), _SHAPES),
         quick=Case("quick", {"O": 1280, "I": 1280, "dim": 16}),
         tiny=Case("tiny", {"O": 48, "I": 80, "dim": 4}),
+        odd=(
+            Case("i1", {"O": 12, "I": 1, "dim": 3}),
+            Case("s5_i37", {"O": 35, "I": 37, "dim": 5}),
+            Case("s12_i70", {"O": 144, "I": 70, "dim": 12}),
+            Case("s16_i300", {"O": 272, "I": 300, "dim": 16}),
+        ),
         fan_in=lambda d: _FAN_IN,
     ),
     Op(
@@ -59,6 +65,12 @@ OPS = (
         cases=tuple(Case(f"c1280_t{t}", {"O": _O, "dim": 16, "T": t}) for t in (77, 1024, 4096)),
         quick=Case("quick", {"O": 1280, "dim": 16, "T": 512}),
         tiny=Case("tiny", {"O": 48, "dim": 4, "T": 24}),
+        odd=(
+            Case("s3_t1", {"O": 12, "dim": 3, "T": 1}),
+            Case("s5_t7", {"O": 35, "dim": 5, "T": 7}),
+            Case("s12_t70", {"O": 144, "dim": 12, "T": 70}),
+            Case("s16_t150", {"O": 272, "dim": 16, "T": 150}),
+        ),
         fan_in=lambda d: _FAN_IN,
     ),
 )

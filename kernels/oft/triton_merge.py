@@ -131,29 +131,20 @@ def _scalars_backward_kernel(
             for i in tl.static_range(S * S):
                 tl.store(at + i, product[i])
         else:
-            _finish_scalars(
-                product,
-                d,
-                r,
-                grad_blocks + row * S,
-                grad_rescale + row if NEED_RESCALE else None,
-                S,
-                NEED_BLOCKS,
-                NEED_RESCALE,
-            )
+            _finish_scalars(product, d, r, grad_blocks, grad_rescale, row, S, NEED_BLOCKS, NEED_RESCALE)
 
 
 @triton.jit
 def _finish_scalars(
-    product, d, r, grad_blocks, grad_rescale, S: tl.constexpr, NEED_BLOCKS: tl.constexpr, NEED_RESCALE: tl.constexpr
-):
+    product, d, r, grad_blocks, grad_rescale, row, S: tl.constexpr, NEED_BLOCKS: tl.constexpr, NEED_RESCALE: tl.constexpr
+):  # fmt: skip
     """Writes the gradients of one block and its rescale from P."""
     if NEED_RESCALE:
         for m in tl.static_range(S):
             value = product[m * S + m]
             for n in tl.static_range(S):
                 value += d[n * S + m] * product[n * S + m]
-            tl.store(grad_rescale + m, value.to(grad_rescale.dtype.element_ty))
+            tl.store(grad_rescale + row + m, value.to(grad_rescale.dtype.element_ty))
     if NEED_BLOCKS:
         scaled = ()
         for n in tl.static_range(S):
@@ -161,7 +152,7 @@ def _finish_scalars(
                 scaled = scaled + (r[m] * product[n * S + m],)
         grad = finish_scalars(scaled, d, S)
         for i in tl.static_range(S * S):
-            tl.store(grad_blocks + i, grad[i].to(grad_blocks.dtype.element_ty))
+            tl.store(grad_blocks + row * S + i, grad[i].to(grad_blocks.dtype.element_ty))
 
 
 @triton.jit
