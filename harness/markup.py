@@ -32,7 +32,9 @@ def png(figure: Any) -> str:
 
     raw, small = io.BytesIO(), io.BytesIO()
     figure.savefig(raw, format="png", dpi=DPI)
-    Image.open(raw).convert("RGB").quantize(COLORS, dither=Image.Dither.NONE).save(small, "png")
+    # An octree keeps rare colours, such as an arm's that another arm's line covers; a median cut merges them away.
+    few = Image.open(raw).convert("RGB").quantize(COLORS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    few.save(small, "png")
     return base64.b64encode(small.getvalue()).decode()
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import base64
 import html
+import io
 import json
 import re
 import time
 
 import pytest
+from PIL import Image, ImageColor
 
-from harness.figure import METRICS
+from harness.figure import COLOURS, METRICS
 from harness.markup import FRAMES
 from harness.panel import MAX_FRAMES, Panel
 from harness.readings import readings
@@ -58,6 +60,17 @@ def test_every_metric_has_an_image_and_words(run, metric):
     assert base64.b64decode(data["image/png"]).startswith(b"\x89PNG")
     assert "eager" in data["text/plain"] and "triton" in data["text/plain"]
     assert metadata["image/png"]["alt"] == data["text/plain"]
+
+
+def test_few_colours_keep_every_arms_own(run):
+    """Both arms on the same points, so that one shows in the legend alone."""
+    for row in run.rows:
+        row["fwd"] = run.rows[0]["fwd"]
+    image = Image.open(io.BytesIO(base64.b64decode(Panel(run, "forward").frame().png))).convert("RGB")
+    found = {color for _, color in image.getcolors(1 << 20)}
+    for arm in SPEED:
+        wanted = ImageColor.getrgb(COLOURS[arm])
+        assert min(sum(abs(a - b) for a, b in zip(color, wanted, strict=True)) for color in found) < 10, arm
 
 
 def test_words_and_numbers_are_those_of_the_rows(run):
