@@ -17,13 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.errors import UnsupportedCase
 from kernels.common.triton_ops import precision, to_operand
 from kernels.common.views import cdiv, rows, sm_count
 from kernels.loha.grads import new_grads
+from kernels.loha.triton_loads import load_down, load_up, rank_block
 from kernels.loha.triton_reduce import reduce_grads
-
-MAX_RANK = 128
+from kernels.loha.triton_rows import Rows, row_backward
 
 
 @dataclass(frozen=True)
@@ -46,20 +45,6 @@ class MergeBackward:
     span: int
     num_warps: int
     num_stages: int
-
-
-@triton.jit
-def load_up(up, rows_o, mask_o, offs_r, n_r, stride_o, stride_r):
-    """up[rows_o, :] as [BLOCK_O, BLOCK_R], zero past the edges."""
-    mask = mask_o[:, None] & (offs_r < n_r)[None, :]
-    return tl.load(up + rows_o[:, None] * stride_o + offs_r[None, :] * stride_r, mask=mask, other=0.0)
-
-
-@triton.jit
-def load_down(down, rows_i, mask_i, offs_r, n_r, stride_r, stride_i):
-    """down[:, rows_i] as [BLOCK_R, BLOCK_I], zero past the edges."""
-    mask = (offs_r < n_r)[:, None] & mask_i[None, :]
-    return tl.load(down + offs_r.to(tl.int64)[:, None] * stride_r + rows_i[None, :] * stride_i, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -219,13 +204,6 @@ def merge_backward_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, sms:
     return MergeBackward(block_o, block_i, span, num_warps, 2)
 
 
-def rank_block(op: str, n_r: int) -> int:
-    """The rank's tile; raises UnsupportedCase above MAX_RANK."""
-    if n_r > MAX_RANK:
-        raise UnsupportedCase(f"{op}: rank {n_r} is above {MAX_RANK}, the most that the Triton kernels hold in a tile")
-    return max(16, triton.next_power_of_2(n_r))
-
-
 def merge_forward(
     up1: Tensor,
     down1: Tensor,
@@ -262,10 +240,14 @@ def merge_backward(
     *,
     saved: tuple[Tensor, ...],
     needs: tuple[bool, ...],
-    config: MergeBackward | None = None,
+    config: MergeBackward | Rows | None = None,
 ) -> tuple[Tensor | None, ...]:
     """(grad_up1[O, R], grad_down1[R, I], grad_up2[O, R], grad_down2[R, I])."""
-    return factor_backward("loha", rows(grad), None, (up1, down1, up2, down2), scale, needs, config)
+    g, factors = rows(grad), (up1, down1, up2, down2)
+    config = config or merge_backward_config(g.shape[0], g.shape[1], up1.shape[1], g.dtype, sm_count(g.device))
+    if isinstance(config, Rows):
+        return row_backward("loha", g, factors, scale, needs, config)
+    return factor_backward("loha", g, None, factors, scale, needs, config)
 
 
 def factor_backward(
