@@ -29,7 +29,7 @@ BACKENDS = ("eager", "compile", "triton", "tilelang")
 PHASES = ("fwd", "fwdbwd")
 # A time this far under the floor has lost kernels; nearer, the ceiling's own measurement may be what was slow.
 FLOOR_SLACK = 0.95
-# On a call this long the host is hidden, so events around the call must agree with the sum of its kernels.
+# On a call this long the events around it must agree with the sum of its kernels, or with the host's time to issue them.
 LONG_US = 1000.0
 LONG_RATIO = 1.5
 # Windows that differ by more than this make a row noisy.
@@ -259,16 +259,16 @@ def _judge(row: Row, phase: str, op: Op, case: Case, bench: Bench) -> None:
     written = max(0, cost.bytes_written - bench.l2_bytes)
     read = cost.bytes_read - (row["bytes_read"] if phase == "fwdbwd" else 0)
     least = limits.floor_us(bench.ceilings, read, written, cost.flops, kind)
-    reason = implausible(min(times["dev_us"]), min(times["wall_us"]), least, bool(row["l2_resident"]))
+    reason = implausible(min(times["dev_us"]), min(times["wall_us"]), times["host_us"], least, bool(row["l2_resident"]))
     if reason is not None:
         _set(row, "invalid", f"{phase}: {reason}")
 
 
-def implausible(dev_us: float, wall_us: float, floor: float | None, l2_resident: bool) -> str | None:
+def implausible(dev_us: float, wall_us: float, host_us: float, floor: float | None, l2_resident: bool) -> str | None:
     """Why a device time cannot be right, or None; `floor` is the least time that the card needs."""
     if floor is not None and not l2_resident and dev_us < FLOOR_SLACK * floor:
         return f"{dev_us:.2f} µs is under the floor of {floor:.2f} µs"
-    if dev_us > LONG_US / LONG_RATIO and wall_us > LONG_US and wall_us > LONG_RATIO * dev_us:
+    if wall_us > LONG_US and wall_us > LONG_RATIO * max(dev_us, host_us):
         return f"profiler saw {dev_us:.0f} µs of kernels, events around the call {wall_us:.0f} µs"
     return None
 

@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from harness import ceilings, quickcheck, record, stamp, verdicts
+from harness.panel import run_label
 from harness.record import Record, Row
 from harness.stamp import DATA, DTYPES, ROOT
 from kernels.registry import families, ops
@@ -103,6 +104,14 @@ def limits(run: Record) -> pd.DataFrame:
     rows = [(f"{name} bandwidth", measured[f"{name}_gbps"], "GB/s") for name in ceilings.WRITE_SHARE]
     rows += [(f"{name} matrix product", rate, "TFLOP/s") for name, rate in measured["matmul_tflops"].items()]
     return pd.DataFrame(rows, columns=("ceiling", "measured", "unit")).set_index("ceiling").round(0)
+
+
+def runs(family: str) -> dict[str, Record]:
+    """Every recorded run of a family by card and day, this machine's card first."""
+    here = stamp.environment()["gpu"]
+    paths = [path for folder in stamp.recorded_dirs() if (path := folder / f"{family}.json").exists()]
+    found = sorted((record.load(path) for path in paths), key=lambda run: run.meta["gpu"] != here)
+    return {run_label(run): run for run in found}
 
 
 def cards() -> dict[str, Record]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import nbformat
 import pytest
 
-from harness import report, show, stamp
+from harness import record, report, show, stamp
 from kernels.registry import families
 
 
@@ -75,3 +75,15 @@ def test_summary_shows_every_op_and_clock():
     for axis in figure.axes:
         values = [line.get_xdata()[0] for line in axis.lines if len(line.get_xdata()) == 1]
         assert values == [2.0] * 8
+
+
+def test_runs_are_named_by_card_and_day(tmp_path, monkeypatch):
+    for gpu in ("Card A", "Card B"):
+        for name in ("lora", "ceilings"):
+            record.Record({"gpu": gpu, "started": "2026-01-02T00:00:00"}, []).save(
+                tmp_path / stamp.slug(gpu) / f"{name}.json"
+            )
+    monkeypatch.setattr(stamp, "DATA", tmp_path)
+    assert list(show.runs("lora")) == ["Card A, 2026-01-02", "Card B, 2026-01-02"]
+    monkeypatch.setattr(stamp, "environment", lambda: {"gpu": "Card B"})
+    assert list(show.runs("lora")) == ["Card B, 2026-01-02", "Card A, 2026-01-02"]
