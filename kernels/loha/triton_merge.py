@@ -187,7 +187,7 @@ def merge_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, sms: int) -> 
     return Merge(64, 64, 256, 4, 2)
 
 
-def merge_backward_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, sms: int) -> MergeBackward:
+def strip_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, sms: int) -> MergeBackward:
     """The backward's strip: wide (it divides up's partials) and long, as long as every SM has a program."""
     rank = rank_block("loha", n_r)
     waves = 1
@@ -202,6 +202,18 @@ def merge_backward_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, sms:
     spans = max(1, waves * sms // cdiv(n_i, block_i))
     span = cdiv(cdiv(n_o, spans), block_o) * block_o
     return MergeBackward(block_o, block_i, span, num_warps, 2)
+
+
+def token_config(n_o: int, n_i: int, dtype: torch.dtype, sms: int) -> MergeBackward:
+    """The strip where ΔW's gradient is summed over tokens on the way: its tile takes registers of its own."""
+    block, num_warps = (32, 4) if dtype is torch.float32 else (64, 8)
+    spans = max(1, 2 * sms // cdiv(n_i, block))
+    return MergeBackward(block, block, cdiv(cdiv(n_o, spans), block) * block, num_warps, 2)
+
+
+def merge_backward_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, sms: int) -> MergeBackward | Rows:
+    """The merge's backward: one pass over G (`Rows` gives the same sums in two, without large partials)."""
+    return strip_config(n_o, n_i, n_r, dtype, sms)
 
 
 def merge_forward(
@@ -263,7 +275,9 @@ def factor_backward(
     up1, down1, up2, down2 = factors
     need_up1, need_down1, need_up2, need_down2 = needs
     (n_o, n_r), n_i = up1.shape, down1.shape[1]
-    config = config or merge_backward_config(n_o, n_i, n_r, g.dtype, sm_count(g.device))
+    if config is None:
+        sms = sm_count(g.device)
+        config = strip_config(n_o, n_i, n_r, g.dtype, sms) if x is None else token_config(n_o, n_i, g.dtype, sms)
     strips, spans = cdiv(n_i, config.block_i), cdiv(n_o, config.span)
     up_parts, ups = new_grads(up1, up2, (need_up1, need_up2), strips)
     down_parts, downs = new_grads(down1, down2, (need_down1, need_down2), spans)
