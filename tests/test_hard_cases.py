@@ -119,8 +119,8 @@ op = ops()[{op.name!r}]
 values = op.make(op.tiny.dims, torch.float32, {DEVICE!r}, 0)
 assert torch.equal(op.run(values, {backend!r}), op.run(values, {backend!r}))
 """
-    if DEVICE == "cpu" and backend == "tilelang" and op.name != "lora":
-        pytest.skip("one op is enough where each build takes seconds of CPU; all of them on a GPU")
+    if DEVICE == "cpu" and op.name != "lora":
+        pytest.skip("on the CPU one op is enough: nothing tunes itself there")
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=os.environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -59,7 +59,8 @@ def merge_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, target: Targe
         return Merge(64, 64)
     if n_o * n_i <= 1 << 21:
         return Merge(64, 64)
-    return Merge(64, 128)
+    # Above rank 16 a tile reads more bytes of the factors than it writes: a block keeps its rows of up and walks.
+    return Merge(128, 64, 4, 256, 2) if n_r > 16 else Merge(64, 128)
 
 
 def backward_config(
@@ -69,7 +70,8 @@ def backward_config(
     if target.cpu:
         return MergeBackward(16, 64, 64)
     threads = 256 if n_r > 32 or has_x else 128
-    block_o, block_i = (32, 32) if dtype is torch.float32 else (64, 64 if n_o * n_i <= 1 << 21 or has_x else 128)
+    narrow = n_o * n_i <= 1 << 21 or has_x or n_r > 64 or target.shared_bytes < 160 * 1024
+    block_o, block_i = (32, 32) if dtype is torch.float32 else (64, 64 if narrow else 128)
     steps = cdiv(cdiv(n_o, max(1, 2 * sms // cdiv(n_i, block_i))), block_o)
     # Three leading bits: a few builds serve every number of rows.
     grain = 1 << max(0, steps.bit_length() - 3)

@@ -83,6 +83,11 @@ class Pairs:
     contract: Contract
 
 
+def _stages(most: int, stage_bytes: int, target: Target) -> int:
+    """Pipeline stages up to `most` that fit the card's shared memory beside a few small arrays."""
+    return max(1, min(most, (target.shared_bytes - 4096) // stage_bytes))
+
+
 def project_config(n_t: int, n_n: int, n_p: int, dtype: torch.dtype, target: Target, sms: int) -> Project:
     """z's launch: full tensor-core tiles where the tokens fill the SMs, else smaller ones and a split of the sum."""
     if target.cpu:
@@ -96,7 +101,8 @@ def project_config(n_t: int, n_n: int, n_p: int, dtype: torch.dtype, target: Tar
     tiles = cdiv(n_t, block_t) * cdiv(n_p, block_p)
     steps = cdiv(n_n, block_n)
     per_split = cdiv(steps, max(1, min(16, 2 * sms // tiles, steps)))
-    return Project(block_t, block_p, block_n, per_split * block_n, threads, min(3, per_split))
+    stages = _stages(min(3, per_split), (block_t + block_p) * block_n * dtype.itemsize, target)
+    return Project(block_t, block_p, block_n, per_split * block_n, threads, stages)
 
 
 def apply_config(n_t: int, n_n: int, n_p: int, dtype: torch.dtype, target: Target, sms: int) -> Apply:
@@ -107,8 +113,8 @@ def apply_config(n_t: int, n_n: int, n_p: int, dtype: torch.dtype, target: Targe
         return Apply(64, 64, min(n_p, 32))
     block_p = min(n_p, 64)
     if cdiv(n_t, 128) * cdiv(n_n, 128) >= 2 * sms:
-        return Apply(128, 128, block_p, 256, min(3, n_p // block_p))
-    return Apply(64, 64, block_p, 128, min(3, n_p // block_p))
+        return Apply(128, 128, block_p, 256, _stages(min(3, n_p // block_p), 3 * 128 * block_p * 2, target))
+    return Apply(64, 64, block_p, 128, _stages(min(3, n_p // block_p), 3 * 64 * block_p * 2, target))
 
 
 def contract_config(n_t: int, n_n: int, n_p: int, dtype: torch.dtype, target: Target, sms: int) -> Contract:
@@ -126,7 +132,8 @@ def contract_config(n_t: int, n_n: int, n_p: int, dtype: torch.dtype, target: Ta
     # Three leading bits: a few builds serve every number of tokens.
     grain = 1 << max(0, steps.bit_length() - 3)
     steps = cdiv(steps, grain) * grain
-    return Contract(block_t, block_n, steps * block_t, threads, min(2, steps))
+    stages = _stages(min(2, steps), block_t * (block_n + n_p) * dtype.itemsize, target)
+    return Contract(block_t, block_n, steps * block_t, threads, stages)
 
 
 def expand(factors: Factors) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,13 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.errors import UnsupportedCase
 from kernels.common.triton_ops import precision, to_operand
 from kernels.common.views import cdiv, rows, sm_count
 from kernels.loha.grads import new_grads
+from kernels.loha.triton_loads import load_down, load_up, rank_block
 from kernels.loha.triton_reduce import reduce_grads
-
-MAX_RANK = 128
+from kernels.loha.triton_rows import Rows, row_backward
 
 
 @dataclass(frozen=True)
@@ -46,20 +45,6 @@ class MergeBackward:
     span: int
     num_warps: int
     num_stages: int
-
-
-@triton.jit
-def load_up(up, rows_o, mask_o, offs_r, n_r, stride_o, stride_r):
-    """up[rows_o, :] as [BLOCK_O, BLOCK_R], zero past the edges."""
-    mask = mask_o[:, None] & (offs_r < n_r)[None, :]
-    return tl.load(up + rows_o[:, None] * stride_o + offs_r[None, :] * stride_r, mask=mask, other=0.0)
-
-
-@triton.jit
-def load_down(down, rows_i, mask_i, offs_r, n_r, stride_r, stride_i):
-    """down[:, rows_i] as [BLOCK_R, BLOCK_I], zero past the edges."""
-    mask = (offs_r < n_r)[:, None] & mask_i[None, :]
-    return tl.load(down + offs_r.to(tl.int64)[:, None] * stride_r + rows_i[None, :] * stride_i, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -202,7 +187,7 @@ def merge_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, sms: int) -> 
     return Merge(64, 64, 256, 4, 2)
 
 
-def merge_backward_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, sms: int) -> MergeBackward:
+def strip_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, sms: int) -> MergeBackward:
     """The backward's strip: wide (it divides up's partials) and long, as long as every SM has a program."""
     rank = rank_block("loha", n_r)
     waves = 1
@@ -219,11 +204,16 @@ def merge_backward_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, sms:
     return MergeBackward(block_o, block_i, span, num_warps, 2)
 
 
-def rank_block(op: str, n_r: int) -> int:
-    """The rank's tile; raises UnsupportedCase above MAX_RANK."""
-    if n_r > MAX_RANK:
-        raise UnsupportedCase(f"{op}: rank {n_r} is above {MAX_RANK}, the most that the Triton kernels hold in a tile")
-    return max(16, triton.next_power_of_2(n_r))
+def token_config(n_o: int, n_i: int, dtype: torch.dtype, sms: int) -> MergeBackward:
+    """The strip where ΔW's gradient is summed over tokens on the way: its tile takes registers of its own."""
+    block, num_warps = (32, 4) if dtype is torch.float32 else (64, 8)
+    spans = max(1, 2 * sms // cdiv(n_i, block))
+    return MergeBackward(block, block, cdiv(cdiv(n_o, spans), block) * block, num_warps, 2)
+
+
+def merge_backward_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, sms: int) -> MergeBackward | Rows:
+    """The merge's backward: one pass over G (`Rows` gives the same sums in two, without large partials)."""
+    return strip_config(n_o, n_i, n_r, dtype, sms)
 
 
 def merge_forward(
@@ -262,10 +252,14 @@ def merge_backward(
     *,
     saved: tuple[Tensor, ...],
     needs: tuple[bool, ...],
-    config: MergeBackward | None = None,
+    config: MergeBackward | Rows | None = None,
 ) -> tuple[Tensor | None, ...]:
     """(grad_up1[O, R], grad_down1[R, I], grad_up2[O, R], grad_down2[R, I])."""
-    return factor_backward("loha", rows(grad), None, (up1, down1, up2, down2), scale, needs, config)
+    g, factors = rows(grad), (up1, down1, up2, down2)
+    config = config or merge_backward_config(g.shape[0], g.shape[1], up1.shape[1], g.dtype, sm_count(g.device))
+    if isinstance(config, Rows):
+        return row_backward("loha", g, factors, scale, needs, config)
+    return factor_backward("loha", g, None, factors, scale, needs, config)
 
 
 def factor_backward(
@@ -281,7 +275,9 @@ def factor_backward(
     up1, down1, up2, down2 = factors
     need_up1, need_down1, need_up2, need_down2 = needs
     (n_o, n_r), n_i = up1.shape, down1.shape[1]
-    config = config or merge_backward_config(n_o, n_i, n_r, g.dtype, sm_count(g.device))
+    if config is None:
+        sms = sm_count(g.device)
+        config = strip_config(n_o, n_i, n_r, g.dtype, sms) if x is None else token_config(n_o, n_i, g.dtype, sms)
     strips, spans = cdiv(n_i, config.block_i), cdiv(n_o, config.span)
     up_parts, ups = new_grads(up1, up2, (need_up1, need_up2), strips)
     down_parts, downs = new_grads(down1, down2, (need_down1, need_down2), spans)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.common.triton_ops import precision, to_operand
 from kernels.common.views import cdiv, sm_count
-from kernels.loha.triton_merge import load_down, load_up, rank_block
+from kernels.loha.triton_loads import load_down, load_up, rank_block
 
 
 @dataclass(frozen=True)
