@@ -179,6 +179,15 @@ def _solve_kernel(blocks, delta, shrink, S: tl.constexpr, P: tl.constexpr, HAS_S
     tl.store(delta + at + rows * S + cols, d, mask=mask & (lanes >= P))
 
 
+@triton.jit
+def _solve_lanes_kernel(blocks, delta, shrink, n_k, S: tl.constexpr, N: tl.constexpr, HAS_SHRINK: tl.constexpr):
+    """delta[k] of N blocks by `solve_lanes`."""
+    factor = 1.0
+    if HAS_SHRINK:
+        factor = tl.load(shrink)
+    solve_lanes(blocks, delta, factor, tl.program_id(0) * N, n_k, S, N)
+
+
 def solve(blocks: Tensor, delta: Tensor, shrink: Tensor | None, programs: int, sms: int) -> bool:
     """Writes delta[k, s, s] in a launch of its own, or returns True: each of `programs` had better solve its blocks inline.
 
