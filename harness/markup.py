@@ -1,12 +1,20 @@
-"""The HTML of a panel: a figure beside its numbers, and the page fragment that switches between figures by itself."""
+"""How a figure with controls reaches a reader: as a widget, as an image, or as HTML that switches by itself."""
 
 from __future__ import annotations
 
+import base64
 import html
+import io
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+# Set during an export: figures then carry every combination of their controls, for a page without a kernel.
+FRAMES = "HARNESS_PANEL_FRAMES"
+COLORS = 64
+DPI = 140
 
 
 @dataclass(frozen=True)
@@ -16,6 +24,31 @@ class Frame:
     png: str
     alt: str
     table: str
+
+
+def png(figure: Any) -> str:
+    """The figure as base64 of a PNG of few colours, a third of the size and no different to the eye."""
+    from PIL import Image
+
+    raw, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(raw, format="png", dpi=DPI)
+    Image.open(raw).convert("RGB").quantize(COLORS, dither=Image.Dither.NONE).save(small, "png")
+    return base64.b64encode(small.getvalue()).decode()
+
+
+def mimebundle(
+    frame: Frame, live: Callable[[], Any], whole: Callable[[], str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a notebook stores: words and an image, with a live widget over them; in an export, the whole HTML instead."""
+    data: dict[str, Any] = {"text/plain": frame.alt}
+    if os.environ.get(FRAMES):
+        return {**data, "text/html": whole()}, {}
+    data["image/png"] = frame.png
+    try:
+        data = {**live()._repr_mimebundle_(), **data}
+    except ImportError:
+        pass  # without ipywidgets the image is all there is
+    return data, {"image/png": {"alt": frame.alt}}
 
 
 def body(frame: Frame) -> str:

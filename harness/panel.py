@@ -9,19 +9,15 @@ One object serves all three, so a notebook's cell ends in `Panel(...)` and no mo
 
 from __future__ import annotations
 
-import base64
-import io
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from harness.figure import METRICS, Metric, draw
-from harness.markup import Frame, body, page
+from harness.markup import Frame, body, mimebundle, page, png
 from harness.readings import describe, readings, table
 from harness.record import Record, Row
 
-FRAMES = "HARNESS_PANEL_FRAMES"
 # Controls in the order in which a choice narrows the ones after it.
 LEVELS = {
     "run": "Recorded run",
@@ -37,8 +33,6 @@ ALL = "all"
 # the first five of cases are "all" and the values of the last axis.
 MAX_FRAMES = 16
 THINNING = (("scale", 1), ("cases", 5), ("clock", 1), ("cases", 1), ("dtype", 1), ("metric", 6))
-COLORS = 64
-DPI = 140
 
 Choice = dict[str, str]
 
@@ -159,19 +153,10 @@ class Panel:
             metric, rows, meta.get("ceilings"), op=chosen["op"], dtype=chosen["dtype"], backends=arms, meta=meta
         )
         numbers = readings(metric, rows)
-        return Frame(_png(figure), describe(metric, shown, numbers, chosen["run"]), table(metric, shown, numbers))
+        return Frame(png(figure), describe(metric, shown, numbers, chosen["run"]), table(metric, shown, numbers))
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        frame = self.frame()
-        data: dict[str, Any] = {"text/plain": frame.alt}
-        if os.environ.get(FRAMES):
-            return {**data, "text/html": self.html()}, {}
-        data["image/png"] = frame.png
-        try:
-            data.update(self._live()._repr_mimebundle_(), **data)
-        except ImportError:
-            pass  # without ipywidgets the image is all there is
-        return data, {"image/png": {"alt": frame.alt}}
+        return mimebundle(self.frame(), self._live, self.html)
 
     def _live(self) -> Any:
         """The controls over the figure and its table; each redraws both, and narrows the controls after it."""
@@ -253,13 +238,3 @@ def _groups(cases: Sequence[str]) -> list[str]:
     """What several cases, but not all, have in common: a shape, or a value of the last axis."""
     names = [part for place in (1, 0) for part in dict.fromkeys(_parts(case)[place] for case in cases)]
     return [name for name in names if 1 < sum(name in _parts(case) for case in cases) < len(cases)]
-
-
-def _png(figure: Any) -> str:
-    """The figure as base64 of a PNG of few colours, a third of the size and no different to the eye."""
-    from PIL import Image
-
-    raw, small = io.BytesIO(), io.BytesIO()
-    figure.savefig(raw, format="png", dpi=DPI)
-    Image.open(raw).convert("RGB").quantize(COLORS, dither=Image.Dither.NONE).save(small, "png", optimize=True)
-    return base64.b64encode(small.getvalue()).decode()

@@ -19,12 +19,13 @@ import nbformat
 from nbformat import NotebookNode
 
 from harness import figure, record, stamp, verdicts
-from harness.panel import FRAMES
+from harness.markup import FRAMES
+from harness.summary import draw_summary
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"
 README = ROOT / "README.md"
-FIGURE = ROOT / "docs" / "speedup"
+FIGURE = ROOT / "docs" / "verdict"
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 TABLE = re.compile(r"(<!-- verdict: begin -->\n).*?(<!-- verdict: end -->)", re.DOTALL)
 
@@ -186,9 +187,7 @@ def write_readme() -> None:
         raise ValueError(f"{README}: wanted one <!-- verdict: begin --> … <!-- verdict: end -->")
     README.write_text(TABLE.sub(lambda found: found[1] + readme_table() + found[2], text), encoding="utf-8")
     for folder in stamp.recorded_dirs()[:1]:
-        runs = _runs(folder)
-        rows = [row for run in runs for row in run.rows if row["dtype"] == "fp16"]
-        figure.save(figure.draw("speedup", rows, meta=runs[0].meta), FIGURE)
+        figure.save(draw_summary(verdicts.verdicts(folder), _runs(folder)[0].meta), FIGURE)
 
 
 def _runs(folder: Path) -> list[record.Record]:

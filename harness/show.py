@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Iterable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +12,31 @@ import pandas as pd
 
 from harness import ceilings, quickcheck, record, stamp, verdicts
 from harness.record import Record, Row
-from harness.stamp import DATA, DTYPES
+from harness.stamp import DATA, DTYPES, ROOT
 from kernels.registry import families, ops
 
 PUBLISHED = DATA / "published" / "rtx4090.json"
 
 
-def source(module: str, *names: str) -> Any:
-    """The source of functions of a module, highlighted; the module is read, not imported, so its DSL may be absent."""
+def source(family: str, part: str, *names: str) -> Any:
+    """The source of functions of a family's `<part>*.py`, highlighted; read, not imported, so the DSL may be absent.
+
+    Raises:
+        LookupError: a function that no such file has, or more than one.
+    """
     from IPython.display import Markdown
 
-    spec = find_spec(module)
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(module)
-    text = Path(spec.origin).read_text(encoding="utf-8")
-    found = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
-    parts = []
-    for name in names:
-        first = min([found[name].lineno, *(decorator.lineno for decorator in found[name].decorator_list)])
-        parts.append("\n".join(text.splitlines()[first - 1 : found[name].end_lineno]))
-    return Markdown("```python\n" + "\n\n\n".join(parts) + "\n```")
+    found: dict[str, list[str]] = {name: [] for name in names}
+    for path in sorted((ROOT / "kernels" / family).glob(f"{part}*.py")):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.FunctionDef) and node.name in found:
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                found[node.name].append("\n".join(text.splitlines()[first - 1 : node.end_lineno]))
+    for name, texts in found.items():
+        if len(texts) != 1:
+            raise LookupError(f"{name}: in {len(texts)} of kernels/{family}/{part}*.py, wanted one")
+    return Markdown("```python\n" + "\n\n\n".join(text for (text,) in found.values()) + "\n```")
 
 
 def costs(family: str, cases: Sequence[str], dtype: str = "fp16") -> pd.DataFrame:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import io
 import os
 import platform
 import re
 import subprocess
 import sys
+import tokenize
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -60,13 +63,48 @@ def recorded_dirs() -> list[Path]:
 
 
 def kernels_sha256(family: str) -> str:
-    """Hash of the sources that decide how fast `family` runs: its folder, what the families share, the registry."""
-    kernels = ROOT / "kernels"
-    files = {kernels / "registry.py", *kernels.glob("common*/**/*.py"), *(kernels / family).glob("**/*.py")}
+    """Hash of the code that decides how fast `family` runs: its folder, and what that imports from `kernels`.
+
+    Comments, docstrings and layout don't count: a record is stale once the code differs, not its description.
+    """
+    found: dict[Path, str] = {}
+    pending = sorted((ROOT / "kernels" / family).glob("**/*.py"))
+    while pending:
+        path = pending.pop()
+        if path not in found:
+            source = path.read_text(encoding="utf-8")
+            found[path] = _bare(source)
+            pending += _imported(source)
     digest = hashlib.sha256()
-    for path in sorted(files):
-        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    for path in sorted(found):
+        digest.update(f"{path.relative_to(ROOT).as_posix()}\0{found[path]}\0".encode())
     return digest.hexdigest()
+
+
+def _imported(source: str) -> list[Path]:
+    """The files of this project's `kernels` that a source imports."""
+    modules = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    bases = [ROOT.joinpath(*module.split(".")) for module in modules if module.split(".")[0] == "kernels"]
+    return [path for base in bases for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()]
+
+
+def _bare(source: str) -> str:
+    """A source without comments, docstrings, white space and commas before a closing bracket."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            lines[token.start[0] - 1] = lines[token.start[0] - 1][: token.start[1]]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            first = node.body[0]
+            for line in range(first.lineno, (first.end_lineno or first.lineno) + 1):
+                lines[line - 1] = ""
+    return re.sub(r",(?=[)\]}])", "", re.sub(r"\s+", "", "".join(lines)))
 
 
 def environment(family: str | None = None) -> dict[str, Any]:

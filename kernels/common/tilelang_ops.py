@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels.common.tilelang_target import Dsl, build, dtype_name, target_of
+from kernels.common.tilelang_target import Dsl, Size, build, dtype_name, target_of
 
 # Small blocks, since the sums are few and short: a wide launch is what makes them quick.
 _REDUCE_BLOCK = 256
@@ -13,27 +13,28 @@ _REDUCE_THREADS = 64
 
 
 def to_operand(dsl: Dsl, value: Any, operand: Any, factor: Any) -> Any:
-    """Writes the float32 tile `value` to the shared tile `operand` of the compute dtype, factor[0] undoing its scaling.
+    """Writes the float32 tile `value` to the shared tile `operand` in the compute dtype; factor[0] undoes its scaling.
 
-    float16 tiles whose largest value passes 2^14 are scaled by a power of two, so that nothing finite becomes inf (cases
-    where x @ downᵀ leaves float16's range but the result does not); others are just cast. `factor` is a shared (1,) tile.
+    float16 tiles whose largest value passes 2^14 are scaled by a power of two, so that nothing finite becomes inf
+    (cases where x @ downᵀ leaves float16's range but the result does not); others are just cast. `factor` is a shared
+    (1,) tile.
     """
     T = dsl.T
     rows, cols = value.shape
-
-    def exponent(top: Any) -> Any:
-        # An expression and no variable of the kernel: in a pipelined loop TileLang loses the scope of one.
-        return T.reinterpret(T.max(T.min(top, 1e38), 16384.0), "int32") & 0x7F800000
 
     @T.macro
     def scaled(value, operand, factor):  # type: ignore[no-untyped-def]
         row_top = dsl.fragment((rows,))
         top = dsl.fragment((1,))
+        inverse = dsl.fragment((1,))
         T.reduce_absmax(value, row_top, dim=1)
         T.reduce_max(row_top, top, dim=0)
-        factor[0] = T.reinterpret(exponent(top[0]), "float32") * (1.0 / 16384.0)
+        # Registers for the powers of two: TileLang loses plain variables that are bound inside a pipelined loop.
+        top[0] = T.reinterpret(T.reinterpret(T.max(T.min(top[0], 1e38), 16384.0), "int32") & 0x7F800000, "float32")
+        factor[0] = top[0] * (1.0 / 16384.0)
+        inverse[0] = T.reinterpret(0x7F000000 - T.reinterpret(top[0], "int32"), "float32") * 16384.0
         for i, j in dsl.parallel(rows, cols):
-            operand[i, j] = value[i, j] * (T.reinterpret(0x7F000000 - exponent(top[0]), "float32") * 16384.0)
+            operand[i, j] = value[i, j] * inverse[0]
 
     @T.macro
     def cast(value, operand, factor):  # type: ignore[no-untyped-def]
@@ -43,56 +44,103 @@ def to_operand(dsl: Dsl, value: Any, operand: Any, factor: Any) -> Any:
     return (scaled if operand.dtype == "float16" else cast)(value, operand, factor)
 
 
-def _reduce(dsl: Dsl, *, width: int, jobs: int, dtype: str) -> Any:
+def sum_parts(dsl: Dsl, parts: Any, row: Any, total: Any, part: Any, splits: Size) -> Any:
+    """total = Σ_s parts[s, row:, :] in the order of s; `part` is a register tile like `total`.
+
+    A constant number of `splits` is unrolled, so that all loads are in flight at once; None means known at run time.
+    """
+    T = dsl.T
+
+    @T.macro
+    def sum_rows(parts, row, total, part):  # type: ignore[no-untyped-def]
+        T.copy(parts[0, row, 0], total)
+        for s in T.serial(parts.shape[0] - 1) if splits is None else T.unroll(splits - 1):
+            T.copy(parts[s + 1, row, 0], part)
+            for i, r in dsl.parallel(total.shape[0], total.shape[1]):
+                total[i, r] += part[i, r]
+
+    return sum_rows(parts, row, total, part)
+
+
+def store_tile(dsl: Dsl, acc: Any, base: Any, out: Any, row: Any, col: Any, staged: bool) -> Any:
+    """out[row:, col:] = acc (+ base); `staged` gathers the tile in shared memory, for 16-byte or bulk stores."""
+    T = dsl.T
+    rows, cols = acc.shape
+
+    @T.macro
+    def store(acc, out, row, col):  # type: ignore[no-untyped-def]
+        if base is not None:
+            for i, j in dsl.parallel(rows, cols):
+                if row + i < out.shape[0] and col + j < out.shape[1]:
+                    acc[i, j] += T.cast(base[row + i, col + j], "float32")
+        if staged:
+            tile = dsl.shared((rows, cols), out.dtype)
+            T.copy(acc, tile)
+            T.copy(tile, out[row, col])
+        else:
+            T.copy(acc, out[row, col])
+
+    return store(acc, out, row, col)
+
+
+def _reduce(dsl: Dsl, *, width: int, dtypes: tuple[str, ...]) -> Any:
     """out[n] = scale · Σ_s parts[s, n] for one or two such pairs, in the order of s; n counts vectors of `width`."""
     T = dsl.T
     block = _REDUCE_BLOCK // width
     splits_a, size_a, splits_b, size_b = (T.dynamic(name) for name in ("splits_a", "size_a", "splits_b", "size_b"))
 
-    @T.macro
-    def total(parts, out, first, scale):  # type: ignore[no-untyped-def]
-        acc = dsl.fragment((block, width))
-        T.clear(acc)
-        for s in T.serial(parts.shape[0]):
+    def total(parts: Any, out: Any, first: Any, scale: Any) -> Any:
+        # A macro renames the kernel's scalars that are its arguments, and two of one name don't compile.
+        @T.macro
+        def sum_block(first):  # type: ignore[no-untyped-def]
+            acc = dsl.fragment((block, width))
+            T.clear(acc)
+            for s in T.serial(parts.shape[0]):
+                for n, lane in dsl.parallel(block, width):
+                    if first + n < parts.shape[1]:
+                        acc[n, lane] += parts[s, first + n, lane]
             for n, lane in dsl.parallel(block, width):
                 if first + n < parts.shape[1]:
-                    acc[n, lane] += parts[s, first + n, lane]
-        for n, lane in dsl.parallel(block, width):
-            if first + n < parts.shape[1]:
-                out[first + n, lane] = acc[n, lane] * scale
+                    out[first + n, lane] = acc[n, lane] * scale
+
+        return sum_block(first)
 
     @T.prim_func
     def kernel(
         parts_a: T.Tensor((splits_a, size_a, width), "float32"),
-        out_a: T.Tensor((size_a, width), dtype),
+        out_a: T.Tensor((size_a, width), dtypes[0]),
         parts_b: T.Tensor((splits_b, size_b, width), "float32"),
-        out_b: T.Tensor((size_b, width), dtype),
-        scale: T.float32,
+        out_b: T.Tensor((size_b, width), dtypes[-1]),
+        scale_a: T.float32,
+        scale_b: T.float32,
     ):
-        if jobs == 1:
+        if len(dtypes) == 1:
             with T.Kernel(T.ceildiv(size_a, block), threads=_REDUCE_THREADS) as pid:
-                total(parts_a, out_a, pid * block, scale)
+                total(parts_a, out_a, pid * block, scale_a)
         else:
             with T.Kernel(T.ceildiv(size_a, block) + T.ceildiv(size_b, block), threads=_REDUCE_THREADS) as pid:
                 if pid < T.ceildiv(size_a, block):
-                    total(parts_a, out_a, pid * block, scale)
+                    total(parts_a, out_a, pid * block, scale_a)
                 else:
-                    total(parts_b, out_b, (pid - T.ceildiv(size_a, block)) * block, scale)
+                    total(parts_b, out_b, (pid - T.ceildiv(size_a, block)) * block, scale_b)
 
     return kernel
 
 
-def reduce_partials(parts: Sequence[Tensor | None], outs: Sequence[Tensor | None], scale: float) -> None:
-    """outs[k] = scale · Σ_s parts[k][s] for the one or two k that are not None, in one launch and in a fixed order.
+def reduce_partials(
+    parts: Sequence[Tensor | None], outs: Sequence[Tensor | None], scale: float | Sequence[float]
+) -> None:
+    """outs[k] = scale[k] · Σ_s parts[k][s] for the one or two k that are not None, in one launch and a fixed order.
 
-    parts[k]: float32, contiguous, [S, ...]; outs[k]: contiguous, one of parts[k]'s slices in shape.
+    parts[k]: float32, contiguous, [S, ...]; outs[k]: contiguous, one of parts[k]'s slices in shape; one scale for all,
+    or one each.
     """
-    pairs = [(p, o) for p, o in zip(parts, outs, strict=True) if p is not None and o is not None]
-    if not pairs:
+    scales = [scale] * len(outs) if isinstance(scale, float) else scale
+    jobs = [(p, o, f) for p, o, f in zip(parts, outs, scales, strict=True) if p is not None and o is not None]
+    if not jobs:
         return
-    width = 1 if any(out.numel() % 4 for _, out in pairs) else 4
-    first = pairs[0][1]
-    views = [(p.view(p.shape[0], -1, width), o.view(-1, width)) for p, o in pairs]
+    width = 1 if any(out.numel() % 4 for _, out, _ in jobs) else 4
+    views = [(p.view(p.shape[0], -1, width), o.view(-1, width)) for p, o, _ in jobs]
     (a, out_a), (b, out_b) = views if len(views) == 2 else (views[0], (None, None))
-    run = build(_reduce, target_of(first), width=width, jobs=len(views), dtype=dtype_name(first.dtype))
-    run(a, out_a, b, out_b, scale)
+    dtypes = tuple(dtype_name(out.dtype) for _, out, _ in jobs)
+    build(_reduce, target_of(jobs[0][1]), width=width, dtypes=dtypes)(a, out_a, b, out_b, jobs[0][2], jobs[-1][2])

@@ -49,6 +49,8 @@ _DTYPES = {
     torch.float32: "float32",
     torch.float64: "float64",
 }
+# By architecture; the others of compute capability 8.0 and newer give a block 99 KiB.
+_SHARED_KIB = {"sm_80": 163, "sm_87": 163, "sm_90a": 227, "sm_100a": 227, "sm_103a": 227, "sm_110a": 227}
 _kernels: dict[tuple[Any, ...], Kernel] = {}
 _building = RLock()
 
@@ -63,6 +65,11 @@ class Target:
     @property
     def cpu(self) -> bool:
         return self.arch == "c"
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that a block can have."""
+        return _SHARED_KIB.get(self.arch, 99) * 1024
 
 
 class Dsl:
@@ -93,15 +100,19 @@ class Dsl:
         """A serial loop whose copies into shared memory run `num_stages` iterations ahead on CUDA."""
         return self.T.serial(extent) if self.cpu or num_stages == 0 else self.T.Pipelined(extent, num_stages=num_stages)
 
-    def gemm(self, a: Any, b: Any, c: Any, transpose_a: bool = False, transpose_b: bool = False) -> Any:
+    def gemm(
+        self, a: Any, b: Any, c: Any, transpose_a: bool = False, transpose_b: bool = False, tall: bool = False
+    ) -> Any:
         """c += a @ b, either operand transposed, accumulated in c's float32.
 
-        a and b lie in shared memory, whole or as a range of rows, and c in registers. 16-bit operands use tensor cores (each side of the product a
-        multiple of 16); float32 ones are multiplied in full float32 unless the target allows TF32.
+        a and b lie in shared memory, whole or as a range of rows, and c in registers. 16-bit operands use tensor cores
+        (each side of the product a multiple of 16); float32 ones are multiplied in full float32 unless the target
+        allows TF32. `tall`: the warps share out c's rows rather than its columns.
         """
         (a_tile, a_row, rows), (b_tile, b_row, _) = _row_range(a), _row_range(b)
         if self.cpu or a_tile.dtype != "float32" or self.target.tf32:
-            return self.T.gemm(a, b, c, transpose_A=transpose_a, transpose_B=transpose_b)
+            policy = self.T.GemmWarpPolicy.FullRow if tall else self.T.GemmWarpPolicy.Square
+            return self.T.gemm(a, b, c, transpose_A=transpose_a, transpose_B=transpose_b, policy=policy)
         steps = rows if transpose_a else a_tile.shape[1]
         return self._products(a_tile, a_row, b_tile, b_row, c, steps, transpose_a, transpose_b)
 
@@ -119,7 +130,7 @@ class Dsl:
         return getattr(self.T, f"reduce_{kind}")(source, out, dim=dim)
 
     def passes(self, names: tuple[str, ...]) -> dict[str, bool]:
-        """The pass configuration that switches these TileLang passes on ("disable_wgmma", ...), for T.annotate_pass_configs."""
+        """What T.annotate_pass_configs takes to set these options of TileLang's passes ("disable_wgmma", ...)."""
         return {} if self.cpu else {f"tl.{name}": True for name in names}
 
     @cached_property
@@ -175,7 +186,7 @@ def _tilelang() -> Any:
         raise UnsupportedCase("tilelang is not installed")
     os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
     import tilelang
-    import tilelang.language  # an attribute of tilelang from here on
+    import tilelang.language
 
     return tilelang
 
@@ -203,7 +214,7 @@ def _target(device: torch.device, dtype: torch.dtype, tf32: bool) -> Target:
 
 
 def sizes(target: Target, **values: int) -> dict[str, Size]:
-    """Axis sizes as constants of a CUDA kernel, which buys wide accesses; None on the CPU, where one build serves them all."""
+    """Axis sizes as constants of a CUDA kernel, which buys wide accesses; None on the CPU: one build for all sizes."""
     return dict.fromkeys(values) if target.cpu else dict(values)
 
 
@@ -247,3 +258,10 @@ def ready(tensor: Tensor) -> Tensor:
             return tensor.clone(memory_format=torch.contiguous_format)
         expected *= size
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def ready_base(base: Tensor | None, target: Target) -> Tensor | None:
+    """`base` as `ready` gives it, in float32 on the CPU, whose target reads no 16-bit type."""
+    if base is None:
+        return None
+    return ready(base.float() if target.cpu else base)

@@ -9,6 +9,10 @@ from kernels.registry import LINEAR_SHAPES, RANKS, TOKENS, Case, Dims, Op, linea
 _O, _I = LINEAR_SHAPES["dit_qkv"]
 # A multiply that every arm has to do, and that rounds nothing.
 _SCALE = 0.5
+# (O, I, R): ranks that were reported to break a kernel, at sizes that no tile divides, and tokens for the bypass, whose
+# form changes between ranks 16 and 17.
+_ODD = ((1, 1, 1), (37, 229, 1), (96, 48, 8), (131, 192, 24), (53, 101, 33), (65, 129, 64))
+_ODD_TOKENS = ((1, 1, 1, 1), (37, 229, 1, 7), (229, 67, 12, 65), (131, 48, 24, 7), (53, 101, 33, 19))
 
 
 def _factor_shapes(d: Dims) -> dict[str, tuple[int, ...]]:
@@ -44,6 +48,7 @@ OPS = (
         cases=linear_cases("r", "R", RANKS),
         quick=Case("quick", {"O": 1280, "I": 1280, "R": 16}),
         tiny=Case("tiny", {"O": 48, "I": 80, "R": 4}),
+        odd=tuple(Case(f"r{r}_i{i}", {"O": o, "I": i, "R": r}) for o, i, r in _ODD),
         kwargs={"scale": _SCALE},
         fan_in=lambda d: {"down1": d["R"], "down2": d["R"]},
     ),
@@ -59,6 +64,7 @@ OPS = (
         cases=tuple(Case(f"dit_qkv_t{t}", {"O": _O, "I": _I, "R": 16, "T": t}) for t in TOKENS),
         quick=Case("quick", {"O": 1280, "I": 1280, "R": 16, "T": 512}),
         tiny=Case("tiny", {"O": 48, "I": 80, "R": 4, "T": 24}),
+        odd=tuple(Case(f"r{r}_t{t}", {"O": o, "I": i, "R": r, "T": t}) for o, i, r, t in _ODD_TOKENS),
         kwargs={"scale": _SCALE},
         fan_in=lambda d: {"x": d["I"], "down1": d["R"], "down2": d["R"]},
     ),

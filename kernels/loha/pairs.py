@@ -1,7 +1,8 @@
 """How the bypass avoids ΔW: the two forms of y = x @ ΔWᵀ, and which one a shape gets.
 
-    pairs   with p = (r, s) over the R² pairs of ranks, D[p, i] = down1[r, i] · down2[s, i] and U[p, o] = up1[o, r] · up2[o, s]:
-            ΔWᵀ = scale · Dᵀ @ U, so y = scale · (x @ Dᵀ) @ U costs 2·T·(I + O)·R² operations and not 2·T·I·O.
+    pairs   with p = (r, s) over the R² pairs of ranks,
+            D[p, i] = down1[r, i] · down2[s, i] and U[p, o] = up1[o, r] · up2[o, s]:  ΔWᵀ = scale · Dᵀ @ U,
+            so y = scale · (x @ Dᵀ) @ U costs 2·T·(I + O)·R² operations and not 2·T·I·O.
     tiles   y accumulates x[T, i] @ ΔW[o, i]ᵀ over tiles of ΔW that are made in registers and dropped.
 
 Both multiply out the same sum; pairs is the cheaper one for small ranks, and makes the backward as cheap.
@@ -34,7 +35,7 @@ def saved_specs(
 ) -> tuple[Spec, ...]:
     """What the bypass keeps for its backward.
 
-    pairs: D[P, I] and U[P, O] scaled to the compute dtype, the factor that each row was scaled by, [2, P] in float32, and,
+    pairs: D[P, I] and U[P, O] in the compute dtype, what each of their rows was divided by, [2, P] in float32, and,
     where a gradient of up is asked for, z[T, P] and its own factor. tiles: nothing.
     """
     (n_o, n_r), n_i = up1.shape, down1.shape[1]

@@ -6,9 +6,8 @@ padded to BLOCK_R, a multiple of 16, inside the tiles. Sums over more than one b
 
 from typing import Any
 
-from kernels.common.tilelang_ops import to_operand
+from kernels.common.tilelang_ops import store_tile, to_operand
 from kernels.common.tilelang_target import Dsl, Size
-from kernels.lora.tilelang_kernels import store_tile
 
 
 def merge(

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from kernels.common.errors import UnsupportedCase
-from kernels.common.tilelang_ops import reduce_partials
 from kernels.common.tilelang_target import Target, build, dtype_name, ready, sizes, target_of
 from kernels.common.views import cdiv, sm_count
 from kernels.loha import tilelang_merge as kernels
 from kernels.loha.grads import new_grads
+from kernels.loha.tilelang_reduce import reduce_grads
 
 MAX_RANK = 128
 _PLAIN = ("disable_warp_specialized",)
@@ -28,7 +28,7 @@ _PLAIN = ("disable_warp_specialized",)
 
 @dataclass(frozen=True)
 class Merge:
-    """Launch of the merge: a block writes `steps` tiles of ΔW, one beside the other, `staged` through shared memory or not."""
+    """Launch of the merge: a block writes `steps` tiles of ΔW side by side, `staged` through shared memory or not."""
 
     block_o: int
     block_i: int
@@ -65,9 +65,9 @@ def merge_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, target: Targe
 def backward_config(
     n_o: int, n_i: int, n_r: int, dtype: torch.dtype, target: Target, sms: int, has_x: bool
 ) -> MergeBackward:
-    """The backward's strip: as wide as registers allow (it divides up's partials), as long as leaves each SM a block."""
+    """The backward's strip: as wide as registers allow (it divides up's partials), while each SM gets a block."""
     if target.cpu:
-        return MergeBackward(16, 32, 64)
+        return MergeBackward(16, 64, 64)
     threads = 256 if n_r > 32 or has_x else 128
     block_o, block_i = (32, 32) if dtype is torch.float32 else (64, 64 if n_o * n_i <= 1 << 21 or has_x else 128)
     steps = cdiv(cdiv(n_o, max(1, 2 * sms // cdiv(n_i, block_i))), block_o)
@@ -80,9 +80,7 @@ def backward_config(
 def rank_block(op: str, n_r: int) -> int:
     """The rank's tile; raises UnsupportedCase above MAX_RANK."""
     if n_r > MAX_RANK:
-        raise UnsupportedCase(
-            f"{op}: rank {n_r} is above {MAX_RANK}, the most that the TileLang kernels hold in a tile"
-        )
+        raise UnsupportedCase(f"{op}: rank {n_r} is above {MAX_RANK}, the most that a TileLang kernel holds in a tile")
     return max(16, cdiv(n_r, 16) * 16)
 
 
@@ -154,11 +152,8 @@ def factor_backward(
     (n_o, n_r), n_i = up1.shape, down1.shape[1]
     target = target_of(g)
     config = config or backward_config(n_o, n_i, n_r, g.dtype, target, sm_count(g.device), x is not None)
-    ups, grad_up1, grad_up2 = new_grads(up1, up2, (needs[0], needs[2]))
-    downs, grad_down1, grad_down2 = new_grads(down1, down2, (needs[1], needs[3]))
-    strips, spans = cdiv(n_i, config.block_i), cdiv(n_o, config.span)
-    up_parts = None if ups is None else g.new_empty((strips, *ups.shape), dtype=torch.float32)
-    down_parts = None if downs is None else g.new_empty((spans, *downs.shape), dtype=torch.float32)
+    up_parts, ups = new_grads(up1, up2, (needs[0], needs[2]), cdiv(n_i, config.block_i))
+    down_parts, downs = new_grads(down1, down2, (needs[1], needs[3]), cdiv(n_o, config.span))
     run = build(
         kernels.factor_backward,
         target,
@@ -174,5 +169,5 @@ def factor_backward(
         None if up_parts is None else up_parts.view(-1, n_o, n_r),
         None if down_parts is None else down_parts.view(-1, n_r, n_i),
     )  # fmt: skip
-    reduce_partials((up_parts, down_parts), (ups, downs), scale)
-    return grad_up1, grad_down1, grad_up2, grad_down2
+    reduce_grads((up_parts, down_parts), (ups, downs), scale)
+    return ups[0], downs[0], ups[1], downs[1]

@@ -1,13 +1,13 @@
 """LoHa's TileLang kernels of the bypass through pairs of ranks p = (r, s), P of them (see kernels/loha/pairs.py).
 
-Factories in the sense of `kernels.common.tilelang_target`. The steps, their names and their scaling of float16 are those
-of triton_pairs.py.
+Factories in the sense of `kernels.common.tilelang_target`. The steps, their names and their scaling of float16 are
+those of triton_pairs.py.
 """
 
 from typing import Any
 
+from kernels.common.tilelang_ops import store_tile
 from kernels.common.tilelang_target import Dsl, Size
-from kernels.lora.tilelang_kernels import store_tile
 
 
 def _exponent(T: Any, top: Any, log: int) -> Any:
@@ -95,7 +95,7 @@ def expand(dsl: Dsl, *, N: Size, R: Size, RANK: int, dtype: str, by_rank: bool, 
 
 
 def project(dsl: Dsl, *, N: Size, P: int, dtype: str, config: Any) -> Any:
-    """parts[s, T, P] = (a[:, s] @ pairs[:, s]ᵀ) · both factors[p], and the largest finite |value| of each tile in tops."""
+    """parts[s, T, P] = (a[:, s] @ pairs[:, s]ᵀ) · both factors[p], and each tile's largest finite |value| in tops."""
     T = dsl.T
     tokens, N, splits, tiles = T.dynamic("tokens"), dsl.size("N", N), T.dynamic("splits"), T.dynamic("tiles")
     BLOCK_T, BLOCK_P, BLOCK_N, SPAN = config.block_t, config.block_p, config.block_n, config.span
@@ -110,9 +110,11 @@ def project(dsl: Dsl, *, N: Size, P: int, dtype: str, config: Any) -> Any:
         tops: T.Tensor((splits, tiles, P // BLOCK_P), "float32"),
     ):
         T.annotate_pass_configs(dsl.passes(config.passes))
-        with T.Kernel(
-            P // BLOCK_P, T.ceildiv(tokens, BLOCK_T), T.ceildiv(N, SPAN), threads=config.threads
-        ) as (pid_p, pid_t, pid_s):
+        with T.Kernel(P // BLOCK_P, T.ceildiv(tokens, BLOCK_T), T.ceildiv(N, SPAN), threads=config.threads) as (
+            pid_p,
+            pid_t,
+            pid_s,
+        ):
             a_tile = dsl.shared((BLOCK_T, BLOCK_N), dtype)
             pairs_tile = dsl.shared((BLOCK_P, BLOCK_N), dtype)
             acc = dsl.fragment((BLOCK_T, BLOCK_P))
@@ -242,10 +244,10 @@ def apply(
 def contract(
     dsl: Dsl, *, N: Size, R: Size, RANK: int, dtype: str, by_rank: bool, needs: tuple[bool, bool], config: Any
 ) -> Any:
-    """Partial gradients of f1[r, n] = Σ_s tile · f2[s, n] and f2[s, n] = Σ_r tile · f1[r, n], those that `needs` asks for.
+    """Partial gradients, of f1[r, n] = Σ_s tile · f2[s, n] and of f2[s, n] = Σ_r tile · f1[r, n], as `needs` asks.
 
-    tile[n, p] = (a[t]ᵀ @ z[t]) · z_factor / factors[p] over the t-th SPAN tokens. f1, f2 and a partial are [R, N] (`by_rank`)
-    or [N, R]; parts holds f1's and f2's of the first span, then of the next.
+    tile[n, p] = (a[t]ᵀ @ z[t]) · z_factor / factors[p] over the t-th SPAN tokens. f1, f2 and a partial are [R, N]
+    (`by_rank`) or [N, R]; parts holds f1's and f2's of the first span, then of the next.
     """
     T = dsl.T
     tokens, N, R, count = T.dynamic("tokens"), dsl.size("N", N), dsl.size("R", R), T.dynamic("count")

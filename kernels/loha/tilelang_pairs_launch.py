@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.common.tilelang_ops import reduce_partials
 from kernels.common.tilelang_target import Target, build, dtype_name, sizes, target_of
 from kernels.common.views import cdiv, sm_count
 from kernels.loha import tilelang_pairs as kernels
-from kernels.loha.grads import new_grads
+from kernels.loha.grads import Grads, new_grads
 from kernels.loha.pairs import pair_rank
+from kernels.loha.tilelang_reduce import reduce_grads
 
 _PLAIN = ("disable_warp_specialized",)
 Factors = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -20,7 +20,7 @@ Factors = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Expand:
-    """Launch of `expand`: a block makes `block_n` columns of all pairs, and looks for the largest by `chunk` columns."""
+    """Launch of `expand`: a block makes `block_n` columns of all pairs; it looks for the largest by `chunk`."""
 
     block_n: int = 64
     chunk: int = 512
@@ -211,14 +211,14 @@ def contract(
     by_rank: bool,
     needs: tuple[bool, bool],
     config: Contract | None,
-) -> tuple[Tensor, ...]:
-    """(parts[S, both, ...], grads of both, f1's, f2's), the gradients still to be summed from parts into `both`."""
+) -> tuple[Tensor | None, Grads]:
+    """(partials, room for the gradients of f1 and f2 that they sum to)."""
     (n_t, n_n), n_r = a.shape, f1.shape[0 if by_rank else 1]
     target = target_of(a)
     config = config or contract_config(n_t, n_n, z.shape[1], a.dtype, target, sm_count(a.device))
-    both, grad1, grad2 = new_grads(f1, f2, needs)
-    assert both is not None
-    parts = a.new_empty((cdiv(n_t, config.span), *both.shape), dtype=torch.float32)
+    parts, grads = new_grads(f1, f2, needs, cdiv(n_t, config.span))
+    if parts is None:
+        return parts, grads
     run = build(
         kernels.contract,
         target,
@@ -230,7 +230,7 @@ def contract(
         config=config,
     )
     run(a, z, z_factor, factors, f1, f2, parts.view(-1, *f1.shape))
-    return parts, both, grad1, grad2
+    return parts, grads
 
 
 def forward(
@@ -258,25 +258,23 @@ def backward(
     scale: float,
     saved: tuple[Tensor, ...],
     grad_x: Tensor | None,
-    needs: tuple[bool, bool, bool, bool],
+    needs: tuple[bool, ...],
     config: Pairs | None,
 ) -> tuple[Tensor | None, ...]:
     """Fills grad_x[T, I] where given; returns the gradients of (up1, down1, up2, down2) that `needs` asks for."""
     up1, down1, up2, down2 = factors
     d, u, divided = saved[:3]
     launch = config.contract if config else None
-    up_parts = ups = grad_up1 = grad_up2 = down_parts = downs = grad_down1 = grad_down2 = None
+    ups: Grads = (None, None)
+    downs: Grads = (None, None)
+    up_parts = down_parts = None
     if needs[0] or needs[2]:
-        up_parts, ups, grad_up1, grad_up2 = contract(
-            g, saved[3], saved[4], divided[1], up1, up2, False, (needs[0], needs[2]), launch
-        )
+        up_parts, ups = contract(g, saved[3], saved[4], divided[1], up1, up2, False, (needs[0], needs[2]), launch)
     if grad_x is not None or needs[1] or needs[3]:
         h, low, h_factor = project(g, u, divided, grad_x is not None, config.project if config else None)
         if grad_x is not None:
             apply(h, low, h_factor, d, None, grad_x, scale, config.apply if config else None)
-        if needs[1] or needs[3]:
-            down_parts, downs, grad_down1, grad_down2 = contract(
-                x, h, h_factor, divided[0], down1, down2, True, (needs[1], needs[3]), launch
-            )
-    reduce_partials((up_parts, down_parts), (ups, downs), scale)
-    return grad_up1, grad_down1, grad_up2, grad_down2
+        down_needs = (needs[1], needs[3])
+        down_parts, downs = contract(x, h, h_factor, divided[0], down1, down2, True, down_needs, launch)
+    reduce_grads((up_parts, down_parts), (ups, downs), scale)
+    return ups[0], downs[0], ups[1], downs[1]

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.common.tilelang_ops import to_operand
+from kernels.common.tilelang_ops import store_tile, to_operand
 from kernels.common.tilelang_target import Dsl, Size, Target, build, dtype_name, sizes, target_of
-from kernels.lora.tilelang_kernels import store_tile
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ def tiles(
     dsl: Dsl, *, N: Size, K: Size, R: Size, BLOCK_R: int, dtype: str, out_dtype: str, base_dtype: str | None,
     by_rank: bool, config: Any,
 ) -> Any:  # fmt: skip
-    """out[T, N] = scale · a[T, K] @ W[N, K]ᵀ (+ base), with W[n, k] = Σ_r f1[r, n] · h1[r, k] times the same of f2 and h2.
+    """out[T, N] = scale · a[T, K] @ W[N, K]ᵀ (+ base), with W[n, k] = Σ_r f1[r, n] · h1[r, k] times that of 2.
 
     f1 and f2 are [R, N] and h1 and h2 [K, R] where `by_rank`, else [N, R] and [R, K].
     """
@@ -124,7 +123,7 @@ def product(
     out: Tensor,
     config: Tiles | None = None,
 ) -> None:
-    """out[T, N] = scale · a[T, K] @ W[N, K]ᵀ + base, with W from `left` ([R, N] where `by_rank`, else [N, R]) and `right`."""
+    """out[T, N] = scale · a[T, K] @ W[N, K]ᵀ + base, with W from `left` and `right` as `tiles` takes them."""
     target = target_of(a)
     n_r, n_n = left[0].shape if by_rank else left[0].shape[::-1]
     run = build(

@@ -18,9 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common.errors import UnsupportedCase
-from kernels.common.triton_ops import precision, reduce_partials, to_operand
+from kernels.common.triton_ops import precision, to_operand
 from kernels.common.views import cdiv, rows, sm_count
 from kernels.loha.grads import new_grads
+from kernels.loha.triton_reduce import reduce_grads
 
 MAX_RANK = 128
 
@@ -96,7 +97,7 @@ def factor_grads(
     tile, p, u, d, acc, up_parts, part, rows_o, mask_o, n_o, offs_r, n_r, dtype: tl.constexpr,
     NEED_UP: tl.constexpr, NEED_DOWN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One product's share of a tile of ΔW's gradient: writes up_parts[part] = (tile ∘ p) @ dᵀ, returns acc + (tile ∘ p)ᵀ @ u."""
+    """Of a tile of ΔW's gradient: writes up_parts[part] = (tile ∘ p) @ dᵀ and returns acc + (tile ∘ p)ᵀ @ u."""
     operand, factor = to_operand(tile.to(tl.float32) * p, dtype)
     if NEED_UP:
         value = tl.dot(operand, tl.trans(d), input_precision=PRECISION) * factor
@@ -282,10 +283,8 @@ def factor_backward(
     (n_o, n_r), n_i = up1.shape, down1.shape[1]
     config = config or merge_backward_config(n_o, n_i, n_r, g.dtype, sm_count(g.device))
     strips, spans = cdiv(n_i, config.block_i), cdiv(n_o, config.span)
-    ups, grad_up1, grad_up2 = new_grads(up1, up2, (need_up1, need_up2))
-    downs, grad_down1, grad_down2 = new_grads(down1, down2, (need_down1, need_down2))
-    up_parts = None if ups is None else g.new_empty((strips, *ups.shape), dtype=torch.float32)
-    down_parts = None if downs is None else g.new_empty((spans, *downs.shape), dtype=torch.float32)
+    up_parts, ups = new_grads(up1, up2, (need_up1, need_up2), strips)
+    down_parts, downs = new_grads(down1, down2, (need_down1, need_down2), spans)
     _factor_backward_kernel[(strips, spans)](
         g, x, up1, down1, up2, down2, up_parts, down_parts, g.shape[0], n_o, n_i, n_r, config.span,
         g.stride(0), 0 if x is None else x.stride(0),
@@ -293,5 +292,5 @@ def factor_backward(
         config.block_o, config.block_i, rank_block(op, n_r), 32 if g.dtype is torch.float32 else 64, x is not None,
         *needs, precision(g.dtype), num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    reduce_partials((up_parts, down_parts), (ups, downs), (scale, scale), (False, False))
-    return grad_up1, grad_down1, grad_up2, grad_down2
+    reduce_grads((up_parts, down_parts), (ups, downs), scale)
+    return ups[0], downs[0], ups[1], downs[1]

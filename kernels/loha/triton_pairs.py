@@ -3,8 +3,8 @@
     expand    D[p, i] = down1[r, i] · down2[s, i] and U[p, o] = up1[o, r] · up2[o, s]              one launch
     forward   z[T, P] = x @ Dᵀ (`project`, `combine`),  y = scale · z @ U (`apply`)
     backward  h[T, P] = G @ Uᵀ (`project`, `combine`),  grad_x = scale · h @ D (`apply`)
-              grad_U = zᵀ @ G and grad_D = hᵀ @ x, contracted to grad_up1[o, r] = scale · Σ_s grad_U[p, o] · up2[o, s] and
-              likewise while a tile of them is in registers (`contract`), then one reduction
+              grad_U = zᵀ @ G and grad_D = hᵀ @ x, while a tile of them is in registers contracted to
+              grad_up1[o, r] = scale · Σ_s grad_U[p, o] · up2[o, s] and likewise (`contract`), then one reduction
 
 float16: D and U are scaled row by row, z and h as a whole, by powers of two that are divided out in float32, so that
 nothing finite leaves float16's range. z and h feed `apply` as a sum of two 16-bit numbers, which rounds once less.
@@ -18,7 +18,7 @@ import triton.language as tl
 
 @triton.jit
 def _power_of_two(top, LOG: tl.constexpr):
-    """(inverse, factor) with factor the power of two that brings `top` · inverse into [2^LOG, 2^(LOG+1)); 1 for a top of 0."""
+    """(1 / f, f) with f the power of two for which `top` / f lies in [2^LOG, 2^(LOG+1)); f = 1 for a top of 0."""
     top = tl.where(top > 0.0, tl.minimum(tl.maximum(top, 1e-30), 1e30), 2.0**LOG)
     exponent = top.to(tl.int32, bitcast=True) & 0x7F800000
     inverse = (0x7F000000 - exponent).to(tl.float32, bitcast=True) * 2.0**LOG
@@ -85,8 +85,8 @@ def expand_kernel(
         )  # fmt: skip
     else:
         _expand_tile(
-            pid - programs, up1, up2, u, factors + RANK * RANK, n_o, n_r, stride_u1r, stride_u1o, stride_u2r, stride_u2o,
-            BLOCK_N, CHUNK, RANK, SCALED,
+            pid - programs, up1, up2, u, factors + RANK * RANK, n_o, n_r,
+            stride_u1r, stride_u1o, stride_u2r, stride_u2o, BLOCK_N, CHUNK, RANK, SCALED,
         )  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def project_kernel(
     a, pairs, factors, parts, tops, n_t, n_n, n_p, span, stride_at,
     BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """parts[s, T, P] = (a[:, s] @ pairs[:, s]ᵀ) · both factors[p], and the largest finite |value| of each tile in tops."""
+    """parts[s, T, P] = (a[:, s] @ pairs[:, s]ᵀ) · both factors[p], and each tile's largest finite |value| in tops."""
     pid_p, pid_t, pid_s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     offs_t = pid_t * BLOCK_T + tl.arange(0, BLOCK_T)
     offs_p = pid_p * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -187,7 +187,7 @@ def _contract_tile(
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, RANK: tl.constexpr,
     NEED1: tl.constexpr, NEED2: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """From the tile aᵀ @ z of a gradient of pairs: parts[part, 1] = Σ_s tile · f2 and parts[part, 2] = Σ_r tile · f1."""
+    """From a tile aᵀ @ z of the pairs' gradient: parts[part, 1] = Σ_s tile · f2 and parts[part, 2] = Σ_r tile · f1."""
     n_p: tl.constexpr = RANK * RANK
     rows_n = tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = rows_n < n_n
@@ -240,7 +240,7 @@ def contract_kernel(
     if NEED_DOWN1 or NEED_DOWN2:
         if pid >= up_programs:
             _contract_tile(
-                pid - up_programs, part, x, h, h_factor, factors, down1, down2, down_parts, n_t, n_i, n_r, span, stride_xt,
-                stride_d1r, stride_d1i, stride_d2r, stride_d2i, n_i, 1,
+                pid - up_programs, part, x, h, h_factor, factors, down1, down2, down_parts, n_t, n_i, n_r, span,
+                stride_xt, stride_d1r, stride_d1i, stride_d2r, stride_d2i, n_i, 1,
                 BLOCK_T, BLOCK_N, RANK, NEED_DOWN1, NEED_DOWN2, PRECISION,
             )  # fmt: skip

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.common.triton_ops import precision, reduce_partials
+from kernels.common.triton_ops import precision
 from kernels.common.views import cdiv, sm_count
 from kernels.loha import triton_pairs as kernels
 from kernels.loha.grads import new_grads
 from kernels.loha.pairs import pair_rank
+from kernels.loha.triton_reduce import reduce_grads
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def apply_config(n_t: int, n_n: int, n_p: int, dtype: torch.dtype, sms: int) -> 
 
 
 def contract_config(n_t: int, n_n: int, n_p: int, dtype: torch.dtype, sms: int) -> Contract:
-    """The factor gradients' launch; n_n: the columns of all jobs. The tokens are split where that fills the SMs better."""
+    """The factor gradients' launch; n_n: the columns of all jobs. Tokens are split where that fills the SMs better."""
     if dtype is torch.float32:
         block_t, block_n, num_warps = 16, 32, 8
     else:
@@ -167,7 +168,7 @@ def forward(
     needs: tuple[bool, ...],
     config: Pairs | None,
 ) -> tuple[Tensor, ...]:
-    """Fills out[T, O] from x[T, I] and (up1, down1, up2, down2); returns what `kernels.loha.pairs.saved_specs` lists."""
+    """Fills out[T, O] from x[T, I] and (up1, down1, up2, down2); returns what `pairs.saved_specs` lists."""
     d, u, row_factors = expand(*factors)
     z, low, factor = project(x, d, row_factors, True, config.project if config else None)
     apply(z, low, factor, u, base, out, scale, config.apply if config else None)
@@ -189,30 +190,29 @@ def backward(
     """Fills grad_x[T, I] where given; returns the gradients of (up1, down1, up2, down2) that `needs` asks for."""
     up1, down1, up2, down2 = factors
     d, u, row_factors = saved[:3]
-    ups, grad_up1, grad_up2 = new_grads(up1, up2, (needs[0], needs[2]))
-    downs, grad_down1, grad_down2 = new_grads(down1, down2, (needs[1], needs[3]))
-    z, z_factor = saved[3:] if ups is not None else (None, None)
+    need_ups, need_downs = needs[0] or needs[2], needs[1] or needs[3]
     h = h_factor = None
-    if grad_x is not None or downs is not None:
+    if grad_x is not None or need_downs:
         h, low, h_factor = project(g, u, row_factors, grad_x is not None, config.project if config else None)
         if grad_x is not None:
             apply(h, low, h_factor, d, None, grad_x, scale, config.apply if config else None)
-    if ups is None and downs is None:
+    if not (need_ups or need_downs):
         return None, None, None, None
+    z, z_factor = saved[3:] if need_ups else (None, None)
     (n_t, n_i), (n_o, n_r), n_p = x.shape, up1.shape, d.shape[0]
-    columns_o, columns_i = n_o if ups is not None else 0, n_i if downs is not None else 0
+    columns_o, columns_i = n_o if need_ups else 0, n_i if need_downs else 0
     launch = config.contract if config else None
     launch = launch or contract_config(n_t, columns_o + columns_i, n_p, x.dtype, sm_count(x.device))
-    parts = cdiv(n_t, launch.span)
-    up_parts = None if ups is None else x.new_empty((parts, *ups.shape), dtype=torch.float32)
-    down_parts = None if downs is None else x.new_empty((parts, *downs.shape), dtype=torch.float32)
+    splits = cdiv(n_t, launch.span)
+    up_parts, ups = new_grads(up1, up2, (needs[0], needs[2]), splits)
+    down_parts, downs = new_grads(down1, down2, (needs[1], needs[3]), splits)
     up_programs = cdiv(columns_o, launch.block_n)
-    kernels.contract_kernel[(up_programs + cdiv(columns_i, launch.block_n), parts)](
+    kernels.contract_kernel[(up_programs + cdiv(columns_i, launch.block_n), splits)](
         g, z, z_factor, x, h, h_factor, row_factors, up1, up2, down1, down2, up_parts, down_parts,
         n_t, n_o, n_i, n_r, launch.span, up_programs, g.stride(0), x.stride(0),
         *up1.stride(), *down1.stride(), *up2.stride(), *down2.stride(),
         launch.block_t, launch.block_n, pair_rank(n_r), *needs, precision(x.dtype),
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
-    reduce_partials((up_parts, down_parts), (ups, downs), (scale, scale), (False, False))
-    return grad_up1, grad_down1, grad_up2, grad_down2
+    reduce_grads((up_parts, down_parts), (ups, downs), scale)
+    return ups[0], downs[0], ups[1], downs[1]

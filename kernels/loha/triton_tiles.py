@@ -1,6 +1,6 @@
 """LoHa's bypass in Triton through tiles of ΔW, for ranks whose pairs would cost more (see kernels/loha/pairs.py).
 
-    forward   y[T, O] = x @ ΔWᵀ, grad_x[T, I] = G @ ΔW       one kernel: ΔW's tile from the factors, cast, multiplied, dropped
+    forward   y[T, O] = x @ ΔWᵀ, grad_x[T, I] = G @ ΔW       ΔW's tile from the factors, cast, multiplied, dropped
     backward  ΔW's gradient Gᵀ @ x tile by tile into the factors' gradients   `factor_backward` in triton_merge.py
 
 float16: a tile of ΔW that leaves float16's range is scaled by a power of two.
@@ -39,7 +39,7 @@ def _tiles_kernel(
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     HAS_BASE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[s, T, N] = scale · a[T, s] @ W[N, s]ᵀ + base, with W = (left1 @ right1) ∘ (left2 @ right2) over the s-th span of K."""
+    """out[s, T, N] = scale · a @ Wᵀ + base over the s-th span of K, with W = (left1 @ right1) ∘ (left2 @ right2)."""
     pid_n, pid_t, pid_s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     offs_t = pid_t * BLOCK_T + tl.arange(0, BLOCK_T)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -88,7 +88,7 @@ def _sum_kernel(
 
 
 def tiles_config(n_t: int, n_n: int, n_k: int, n_r: int, dtype: torch.dtype, sms: int) -> Tiles:
-    """The product's launch: wide in tokens, which share the tile of ΔW; K is split where the tiles are fewer than the SMs."""
+    """The product's launch: wide in tokens, which share ΔW's tile; K is split where tiles are fewer than SMs."""
     if dtype is torch.float32:
         block_t, block_n, block_k, num_warps = 32, 32, 32, 4
     elif n_t <= 256:
@@ -110,7 +110,7 @@ def product(
     out: Tensor,
     config: Tiles | None,
 ) -> None:
-    """out[T, N] = scale · a[T, K] @ ((left[0] @ right[0]) ∘ (left[1] @ right[1]))ᵀ + base, left [N, R] and right [R, K]."""
+    """out[T, N] = scale · a[T, K] @ Wᵀ + base, with W[N, K] = (left[0] @ right[0]) ∘ (left[1] @ right[1])."""
     (n_t, n_k), (n_n, n_r) = a.shape, left[0].shape
     config = config or tiles_config(n_t, n_n, n_k, n_r, a.dtype, sm_count(a.device))
     splits = cdiv(n_k, config.span)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kernels.common.checks import check_last, check_shape, check_tensor
 from kernels.common.fused import FusedOp
-from kernels.lokr.reference import Factor, bypass_reference, factorization, merge_reference
+from kernels.lokr.reference import Factor, bypass_reference, merge_reference
 
-__all__ = ["Factor", "bypass", "factorization", "merge"]
+__all__ = ["Factor", "bypass", "merge"]
 
 
 def _rows_cols(wa: Tensor, wb: Tensor | None) -> tuple[int, int]:

@@ -15,19 +15,6 @@ from torch.nn.functional import linear
 Factor = Tensor | tuple[Tensor, Tensor]
 
 
-def factorization(n: int, factor: int) -> tuple[int, int]:
-    """n as (small, large) with small · large = n.
-
-    A positive factor that divides n gives that split. Otherwise it is the most balanced one whose smaller part is at most
-    `factor` (-1: no limit); a prime n gives (1, n).
-    """
-    if factor > 0 and n % factor == 0:
-        return min(factor, n // factor), max(factor, n // factor)
-    limit = n if factor < 0 else factor
-    small = max(k for k in range(1, int(n**0.5) + 1) if n % k == 0 and (k <= limit or k == 1))
-    return small, n // small
-
-
 def full(factor: Factor) -> Tensor:
     """The factor as one matrix."""
     return factor if isinstance(factor, Tensor) else factor[0] @ factor[1]

@@ -1,8 +1,8 @@
 """LoKr's bypass in TileLang, by the same steps as in Triton; kernels.lokr.tilelang_tiled has the factors that don't fit on an SM.
 
-    forward   Y = scale · w1 (X w2ᵀ) for each token, with X the token as [b, d] and Y as [a, c]
-    backward  P = w1ᵀ G,  grad_X = scale · P w2,  grad_w2 = scale · Σ_t Pᵀ X
-              Z = X w2ᵀ,                          grad_w1 = scale · Σ_t G Zᵀ        X and G read once, then one reduction
+forward   Y = scale · w1 (X w2ᵀ) for each token, with X the token as [b, d] and Y as [a, c]
+backward  P = w1ᵀ G,  grad_X = scale · P w2,  grad_w2 = scale · Σ_t Pᵀ X
+          Z = X w2ᵀ,                          grad_w1 = scale · Σ_t G Zᵀ        X and G read once, then one reduction
 """
 
 from __future__ import annotations
@@ -139,7 +139,5 @@ def bypass_backward(
     return grad_x, *plan.finish()
 
 
-def _sides(
-    x: Tensor, w1: Tensor, w1_b: Tensor | None, w2: Tensor, w2_b: Tensor | None
-) -> tuple[Side, Side, Target]:
+def _sides(x: Tensor, w1: Tensor, w1_b: Tensor | None, w2: Tensor, w2_b: Tensor | None) -> tuple[Side, Side, Target]:
     return side("lokr_bypass", "w1", w1, w1_b), side("lokr_bypass", "w2", w2, w2_b), target_of(x)

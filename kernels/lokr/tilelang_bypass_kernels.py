@@ -9,7 +9,7 @@ from typing import Any
 
 from kernels.common.tilelang_ops import to_operand
 from kernels.common.tilelang_target import Dsl, Size
-from kernels.lokr.tilelang_factors import factor_operand, side_shapes
+from kernels.lokr.tilelang_factors import factor_operand, side_shapes, unscaled
 
 Blocks = tuple[int, int, int, int]
 
@@ -59,7 +59,7 @@ def forward(
                 T.clear(y)
                 dsl.gemm(w1, z_operand, y)
                 for i, j in dsl.parallel(BLOCK_A, BLOCK_C):
-                    y[i, j] *= scale * factors[0] * factors[1] * z_factor[0]
+                    y[i, j] *= unscaled(factors, BLOCK_R1, BLOCK_R2, scale * z_factor[0])
                 if base_dtype is not None:
                     for i, j in dsl.parallel(BLOCK_A, BLOCK_C):
                         if i < A and j < C:
@@ -153,7 +153,7 @@ def backward(
                     T.clear(x_acc)
                     dsl.gemm(p, w2, x_acc)
                     for i, j in dsl.parallel(BLOCK_B, BLOCK_D):
-                        x_acc[i, j] *= scale * factors[0] * factors[1] * p_factor[0]
+                        x_acc[i, j] *= unscaled(factors, BLOCK_R1, BLOCK_R2, scale * p_factor[0])
                     T.copy(x_acc, x_out)
                     if pid * config.span + step < tokens:
                         T.copy(x_out, grad_x[t, 0, 0])
@@ -169,10 +169,10 @@ def backward(
             if need1:
                 for i, j in dsl.parallel(BLOCK_A, BLOCK_B):
                     if i < A and j < B:
-                        parts1[pid, i, j] = acc1[i, j] * scale1 * factors[1]
+                        parts1[pid, i, j] = unscaled(factors, 0, BLOCK_R2, acc1[i, j] * scale1)
             if need2:
                 for i, j in dsl.parallel(BLOCK_C, BLOCK_D):
                     if i < C and j < D:
-                        parts2[pid, i, j] = acc2[i, j] * scale2 * factors[0]
+                        parts2[pid, i, j] = unscaled(factors, BLOCK_R1, 0, acc2[i, j] * scale2)
 
     return kernel

@@ -33,7 +33,9 @@ def side(op: str, name: str, wa: Tensor, wb: Tensor | None) -> Side:
         return Side(ready(wa), None, wa.shape[0], wa.shape[1], 0)
     rank = wa.shape[1]
     if rank > MAX_RANK:
-        raise UnsupportedCase(f"{op}: {name}: TileLang kernels hold a pair's rank in a tile: got {rank}, at most {MAX_RANK}")
+        raise UnsupportedCase(
+            f"{op}: {name}: TileLang kernels hold a pair's rank in a tile: got {rank}, at most {MAX_RANK}"
+        )
     return Side(ready(wa), ready(wb), wa.shape[0], wb.shape[1], rank)
 
 
@@ -53,9 +55,7 @@ def padded(n: int, multiple: int = 16) -> int:
     return max(1, (n + multiple - 1) // multiple) * multiple
 
 
-def load_factor(
-    dsl: Dsl, wa: Any, wb: Any, block_r: int, out: Any, threads: int, row_of: Any, col_of: Any
-) -> Any:
+def load_factor(dsl: Dsl, wa: Any, wb: Any, block_r: int, out: Any, threads: int, row_of: Any, col_of: Any) -> Any:
     """The shared float32 tile out[i, j] = factor[row_of(i), col_of(j)], zero where that is past the factor's end."""
     T = dsl.T
     rows, cols = out.shape
@@ -98,7 +98,7 @@ def factor_operand(
 ) -> Any:  # fmt: skip
     """Fills the shared operand `tile` from [row, col] of the factor (or its transpose) on, zero past its end.
 
-    factors[index] undoes its scaling.
+    A pair's product may be scaled, which factors[index] undoes.
     """
     T = dsl.T
     rows, cols = tile.shape
@@ -106,8 +106,7 @@ def factor_operand(
     zero = T.cast(0, dtype)
 
     @T.macro
-    def load(wa, tile, factors, row, col):  # type: ignore[no-untyped-def]
-        factors[index] = 1.0
+    def load(wa, tile, row, col):  # type: ignore[no-untyped-def]
         if transposed:
             for i, j in dsl.parallel(rows, cols):
                 inside = T.And(row + i < wa.shape[1], col + j < wa.shape[0])
@@ -132,4 +131,11 @@ def factor_operand(
         to_operand(dsl, product, tile, factor)
         factors[index] = factor[0]
 
-    return multiply(wa, wb, tile, factors, row, col) if block_r else load(wa, tile, factors, row, col)
+    return multiply(wa, wb, tile, factors, row, col) if block_r else load(wa, tile, row, col)
+
+
+def unscaled(factors: Any, block_r1: int, block_r2: int, value: Any) -> Any:
+    """value times the factors that undo the scaling of the sides that are pairs."""
+    for index, block_r in enumerate((block_r1, block_r2)):
+        value = value * factors[index] if block_r else value
+    return value

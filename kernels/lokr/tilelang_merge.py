@@ -1,8 +1,8 @@
 """LoKr's merge in TileLang, by the same steps as in Triton.
 
-    forward   ΔW[a·c, b·d] = scale · w1[a, b] · w2[c, d] (+ base)        one launch; ΔW is written once, in order
-    backward  grad_w1[a, b] = scale · Σ_{c,d} G[a, c, b, d] · w2[c, d]
-              grad_w2[c, d] = scale · Σ_{a,b} G[a, c, b, d] · w1[a, b]   G read once, then the sums of partials
+forward   ΔW[a·c, b·d] = scale · w1[a, b] · w2[c, d] (+ base)        one launch; ΔW is written once, in order
+backward  grad_w1[a, b] = scale · Σ_{c,d} G[a, c, b, d] · w2[c, d]
+          grad_w2[c, d] = scale · Σ_{a,b} G[a, c, b, d] · w1[a, b]   G read once, then the sums of partials
 """
 
 from __future__ import annotations
@@ -137,4 +137,3 @@ def merge_backward(
     second = (None, None) if parts1 is None else (side2.wa, side2.wb)
     run(g, *first, *second, parts1, parts2, scale1, scale2)
     return plan.finish()
-

@@ -47,7 +47,9 @@ def merge(
             for i, j, k, v in dsl.parallel(BLOCK_A, BLOCK_C, BLOCK_K, VEC):
                 if a0 + i < A and c0 + j < C and k0 + k < B * RUNS:
                     left = w1[i, k] if BLOCK_R1 else T.cast(wa1[a0 + i, (k0 + k) // RUNS], "float32")
-                    right = w2[j, k * VEC + v] if BLOCK_R2 else T.cast(wa2[c0 + j, (k0 + k) % RUNS * VEC + v], "float32")
+                    right = (
+                        w2[j, k * VEC + v] if BLOCK_R2 else T.cast(wa2[c0 + j, (k0 + k) % RUNS * VEC + v], "float32")
+                    )
                     value = left * scale * right
                     if base_dtype is not None:
                         value += T.cast(base[a0 + i, c0 + j, (k0 + k) * VEC + v], "float32")
@@ -87,7 +89,10 @@ def merge_grad(
         scale2: T.float32,
     ):
         T.annotate_pass_configs(dsl.passes(config.passes))
-        with T.Kernel(T.ceildiv(C, BLOCK_C) * TILES_D, T.ceildiv(A, SPAN) * TILES_B, threads=config.threads) as (pid_t, pid_s):
+        with T.Kernel(T.ceildiv(C, BLOCK_C) * TILES_D, T.ceildiv(A, SPAN) * TILES_B, threads=config.threads) as (
+            pid_t,
+            pid_s,
+        ):
             c0, d0 = pid_t // TILES_D * BLOCK_C, pid_t % TILES_D * BLOCK_D
             a0, b0 = pid_s // TILES_B * SPAN, pid_s % TILES_B * BLOCK_B
             grad = dsl.shared((BLOCK_C, BLOCK_B, BLOCK_D), dtype)
@@ -113,7 +118,9 @@ def merge_grad(
                     if need2:
                         acc[b, k] += T.cast(grad[k // BLOCK_D, b, k % BLOCK_D], "float32") * w1[step, b]
                     if need1:
-                        by_b[b, k] = T.cast(grad[k // BLOCK_D, b, k % BLOCK_D], "float32") * w2[k // BLOCK_D, k % BLOCK_D]
+                        by_b[b, k] = (
+                            T.cast(grad[k // BLOCK_D, b, k % BLOCK_D], "float32") * w2[k // BLOCK_D, k % BLOCK_D]
+                        )
                 if need1:
                     sum_rows(dsl, by_b, sum1, 1, config.threads)
                     for b in dsl.parallel(BLOCK_B):
@@ -143,4 +150,6 @@ def sum_rows(dsl: Dsl, tile: Any, out: Any, dim: int, threads: int) -> Any:
     """out = the sums over axis `dim` of a tile laid out `by_warp`, exchanging a thread's sums all at once."""
     if dsl.cpu:
         return dsl.reduce_sum(tile, out, dim)
-    return dsl.T.reduce_sum(tile, out, dim=dim, batch=tile.shape[0] // (threads // 32) if dim == 1 else tile.shape[1] // 32)
+    return dsl.T.reduce_sum(
+        tile, out, dim=dim, batch=tile.shape[0] // (threads // 32) if dim == 1 else tile.shape[1] // 32
+    )

@@ -8,7 +8,7 @@ from typing import Any
 
 from kernels.common.tilelang_ops import to_operand
 from kernels.common.tilelang_target import Dsl, Size
-from kernels.lokr.tilelang_factors import factor_operand, side_shapes
+from kernels.lokr.tilelang_factors import factor_operand, side_shapes, unscaled
 
 Blocks = tuple[int, int, int, int, int]
 
@@ -73,7 +73,7 @@ def apply(
                     T.clear(z_part)
                     dsl.gemm(x_tile, w2, z_part, transpose_b=True)
                     for i, j in dsl.parallel(BLOCK_T * BLOCK_B, BLOCK_C):
-                        z[i, j] += z_part[i, j] * factors[1]
+                        z[i, j] += unscaled(factors, 0, BLOCK_R2, z_part[i, j])
                 to_operand(dsl, z, z_operand, z_factor)
                 for i, n in dsl.parallel(BLOCK_B, BLOCK_T * BLOCK_C):
                     by_b[i, n] = z_operand[n // BLOCK_C * BLOCK_B + i, n % BLOCK_C]
@@ -81,7 +81,7 @@ def apply(
                 T.clear(part)
                 dsl.gemm(w1, by_b, part)
                 for i, n in dsl.parallel(BLOCK_A, BLOCK_T * BLOCK_C):
-                    acc[i, n] += part[i, n] * factors[0] * z_factor[0]
+                    acc[i, n] += unscaled(factors, BLOCK_R1, 0, part[i, n] * z_factor[0])
             for i, n in dsl.parallel(BLOCK_A, BLOCK_T * BLOCK_C):
                 t, a, c = t0 + n // BLOCK_C, a0 + i, c0 + n % BLOCK_C
                 if t < tokens and a < A and c < C:
@@ -119,7 +119,11 @@ def gradient(
         scale: T.float32,
     ):
         T.annotate_pass_configs(dsl.passes(config.passes))
-        with T.Kernel(T.ceildiv(D, BLOCK_D), T.ceildiv(C, BLOCK_C), splits, threads=config.threads) as (pid_d, pid_c, pid_s):
+        with T.Kernel(T.ceildiv(D, BLOCK_D), T.ceildiv(C, BLOCK_C), splits, threads=config.threads) as (
+            pid_d,
+            pid_c,
+            pid_s,
+        ):
             c0, d0 = pid_c * BLOCK_C, pid_d * BLOCK_D
             g_tile = dsl.shared((BLOCK_A, BLOCK_T * BLOCK_C), dtype)
             x_tile = dsl.shared((BLOCK_T * BLOCK_B, BLOCK_D), dtype)
@@ -148,7 +152,7 @@ def gradient(
                         T.clear(p_part)
                         dsl.gemm(w1, g_tile, p_part, transpose_a=True)
                         for i, n in dsl.parallel(BLOCK_B, BLOCK_T * BLOCK_C):
-                            p[i, n] += p_part[i, n] * factors[0]
+                            p[i, n] += unscaled(factors, BLOCK_R1, 0, p_part[i, n])
                     to_operand(dsl, p, p_operand, p_factor)
                     for m, j in dsl.parallel(BLOCK_T * BLOCK_B, BLOCK_C):
                         by_t[m, j] = p_operand[m % BLOCK_B, m // BLOCK_B * BLOCK_C + j]

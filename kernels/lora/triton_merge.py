@@ -220,10 +220,16 @@ def merge_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, sms: int) -> 
     if dtype is torch.float32 or n_r > 64:
         return Merge(32, 64, 1, 4, 2)
     if n_r <= 16:
-        return Merge(32, 128, 1, 4 if size > 1 << 20 else 8, 2)
+        if size >= 1 << 24 and n_r > 8:
+            return Merge(64, 128, 4 if size < 1 << 25 else 1, 4, 2)
+        return Merge(32, 128, 1, 8 if size <= 1 << 20 or (n_r > 8 and 1 << 21 < size <= 1 << 23) else 4, 2)
     if size <= 1 << 21:
         return Merge(64, 64, 1, 8, 2)
-    return Merge(64, 128, 2 if size < 1 << 24 else 4, 8, 3)
+    if size <= 1 << 23:
+        return Merge(128, 128, 2, 8, 3)
+    if size < 1 << 24:
+        return Merge(64, 64, 4, 4, 3)
+    return Merge(64, 128, 8 if size < 1 << 25 else 4 if n_i < 4096 else 16, 8, 3)
 
 
 def merge_backward_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, sms: int) -> Dual | Pair:

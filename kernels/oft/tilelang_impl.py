@@ -89,15 +89,16 @@ def bypass_config(
     if target.cpu:
         return Tokens(16, max(1, 32 // pad(size)), 32, steps=2)
     blocks = max(1, 64 // pad(size))
-    block_t = 16 if n_t <= 256 else 64
+    # A warp's share of a product is at least 16 tokens.
+    block_t, threads = (16, 32) if n_t <= 256 else (64, 128)
     tiles = cdiv(n_t, block_t)
     spans = min(tiles, max(1, cdiv(3 * sms, cdiv(n_k, blocks))))
     if backward:
         steps = cdiv(tiles, spans)
         # Three leading bits: a few builds serve every number of tokens.
         grain = 1 << max(0, steps.bit_length() - 3)
-        return Tokens(block_t, blocks, 128, steps=cdiv(steps, grain) * grain)
-    return Tokens(block_t, blocks, 128, tiles=min(cdiv(tiles, spans), 4))
+        return Tokens(block_t, blocks, threads, steps=cdiv(steps, grain) * grain)
+    return Tokens(block_t, blocks, threads, tiles=min(cdiv(tiles, spans), 4))
 
 
 def merge_forward(

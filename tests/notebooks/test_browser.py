@@ -9,6 +9,9 @@ import pytest
 
 from harness import report
 
+# The first test waits for every notebook to be executed with all its figures, minutes on two cores.
+pytestmark = pytest.mark.timeout(1800)
+
 NAMES = [path.stem for path in report.sources()]
 FAMILIES = [name for name in NAMES if not name.startswith("00")]
 # The panel's image; the notebook's other images are not inside a panel's widgets.

@@ -11,7 +11,8 @@ import time
 import pytest
 
 from harness.figure import METRICS
-from harness.panel import FRAMES, MAX_FRAMES, Panel
+from harness.markup import FRAMES
+from harness.panel import MAX_FRAMES, Panel
 from harness.readings import readings
 from harness.record import Record, blank_row
 

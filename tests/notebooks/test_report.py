@@ -43,8 +43,13 @@ def test_settling_keeps_what_shows_and_drops_what_a_kernel_needs():
 
 
 def test_source_is_read_without_importing():
-    shown = show.source("kernels.lora.triton_impl", "_merge_kernel").data
+    shown = show.source("lora", "triton", "_merge_kernel").data
     assert "@triton.jit\ndef _merge_kernel(" in shown and "def _pair_kernel(" not in shown
+
+
+def test_source_that_is_not_there_is_an_error():
+    with pytest.raises(LookupError, match="no_such_kernel: in 0 of"):
+        show.source("lora", "triton", "no_such_kernel")
 
 
 def test_published_figures_name_what_they_measured():
@@ -55,3 +60,18 @@ def test_published_figures_name_what_they_measured():
     swapped = {row["op"]: row["compares_with"] for row in published["rows"]}
     assert swapped["lora"] == "loha" and swapped["lora_bypass"] == "loha_bypass"
     assert all(there == here for there, here in swapped.items() if not there.startswith("lora"))
+
+
+def test_summary_shows_every_op_and_clock():
+    from harness.statistic import Ratio
+    from harness.summary import CLOCKS, draw_summary
+    from harness.verdicts import RATIOS, Verdict
+
+    ratios = dict.fromkeys(RATIOS, Ratio(2.0, 1.5, 2.5, 4))
+    made = [Verdict({"op": op, "backend": b}, ratios, ()) for op in ("lora", "oft") for b in ("triton", "tilelang")]
+    figure = draw_summary(made, {"gpu": "Test card", "started": "2026-01-02"})
+    assert [axis.get_title() for axis in figure.axes] == list(CLOCKS.values())
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["lora", "oft"]
+    for axis in figure.axes:
+        values = [line.get_xdata()[0] for line in axis.lines if len(line.get_xdata()) == 1]
+        assert values == [2.0] * 8

@@ -1,0 +1,119 @@
+"""Exploring a case: costs and floors by the formula, small errors on the CPU, measuring with progress and cancel."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from harness.explore import ROUNDS, Explore, _Live
+from harness.markup import FRAMES
+from harness.record import Record, blank_row
+from kernels.registry import ops
+
+CEILINGS = {
+    "read_gbps": 1000.0,
+    "triad_gbps": 1000.0,
+    "copy_gbps": 1000.0,
+    "write_gbps": 1000.0,
+    "matmul_tflops": {"fp16": 100.0},
+}
+
+
+@pytest.fixture
+def run():
+    rows = []
+    for name in ("lora", "lora_bypass"):
+        op = ops()[name]
+        case = op.cases[0]
+        cost = op.cost(case.dims, 2)
+        for backend in ("eager", "triton"):
+            row = blank_row(name, case.name, "fp16", backend, case.dims)
+            sizes = {"bytes_read": cost.bytes_read, "bytes_written": cost.bytes_written, "flops": cost.flops}
+            rows.append(row | sizes | {"status": "ok", "floor_us": 2.0, "fwd": {"dev_us": [4.0, 5.0]}})
+    return Record({"gpu": "Test card", "started": "2026-01-02", "ceilings": CEILINGS}, rows)
+
+
+def live(explore):
+    import ipywidgets as W
+
+    return _Live(explore, W)
+
+
+def test_cost_is_the_formulas(run):
+    point = Explore(run, "lora").cost("lora", {"O": 1000, "I": 500, "R": 10}, "fp16")
+    assert point.bytes_moved == 2 * (1000 * 10 + 10 * 500 + 1000 * 500)
+    assert point.flops == 2 * 1000 * 500 * 10
+    assert point.floor_us == pytest.approx(point.bytes_moved / 1e6)
+
+
+def test_image_words_and_table(run):
+    frame = Explore(run, "lora").frame("lora", "fp16", "triton")
+    assert "1 cases, 50% to 50% of the floor's rate" in frame.alt
+    assert "<td>50%</td>" in frame.table
+
+
+def test_export_switches_op_and_backend(run, monkeypatch):
+    monkeypatch.setenv(FRAMES, "1")
+    data, _ = Explore(run, "lora")._repr_mimebundle_()
+    assert all(f'"{name}"' in data["text/html"] for name in ("lora", "lora_bypass", "eager", "triton"))
+
+
+def test_sizes_of_ones_own_move_the_point(run):
+    tool = live(Explore(run, "lora"))
+    before = tool.drawn.value
+    tool.sizes.children[0].value = 12345
+    assert tool.drawn.value != before and tool.dims["O"] == 12345
+
+
+def test_sizes_that_make_no_call_say_so(run):
+    tool = live(Explore(run, "lora"))
+    for box in tool.sizes.children:
+        box.value = 0
+    assert "no call" in tool.said.value
+
+
+def test_small_error_is_checked_on_the_cpu_and_a_big_one_refused(run):
+    explore = Explore(run, "lora")
+    assert explore.error("lora", {"O": 16, "I": 16, "R": 4}, "fp32", "eager").startswith("ULP against float64: output")
+    if explore.measure is None:
+        assert "only small sizes" in explore.error("lora", {"O": 4096, "I": 4096, "R": 16}, "fp32", "eager")
+
+
+def test_run_measures_and_adds_the_point(run):
+    row = {"status": "ok", "fwd": {"dev_us": [7.5]}}
+    tool = live(Explore(run, "lora", measure=lambda *what: row))
+    assert not tool.run.disabled
+    tool.run.click()
+    tool.thread.join(60)
+    assert tool.progress.value == ROUNDS and "7.50 µs" in tool.said.value
+    assert "here and now" in tool.drawn.value and not tool.run.disabled
+
+
+def test_cancel_stops_between_rounds(run):
+    going, calls = threading.Event(), []
+
+    def measure(*what):
+        calls.append(what)
+        going.set()
+        tool.stop.wait(60)
+        return {"status": "ok", "fwd": {"dev_us": [7.5]}}
+
+    tool = live(Explore(run, "lora", measure=measure))
+    tool.run.click()
+    assert going.wait(60)
+    tool.cancel.click()
+    tool.thread.join(60)
+    assert len(calls) == 1 and "cancelled after 1 of" in tool.said.value
+
+
+def test_a_failed_measurement_is_shown(run):
+    tool = live(Explore(run, "lora", measure=lambda *what: {"status": "failed", "reason": "planted"}))
+    tool.run.click()
+    tool.thread.join(60)
+    assert tool.said.value == "failed: planted"
+
+
+def test_unknown_op_is_an_error(run):
+    with pytest.raises(ValueError, match="nothing"):
+        Explore(run, "nothing")

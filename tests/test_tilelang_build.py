@@ -1,0 +1,109 @@
+"""TileLang kernels built for GPUs that this machine need not have: they compile, use tensor cores and wide accesses."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.common.fused import FusedOp
+from kernels.common.tilelang_target import Target, compiled
+from kernels.registry import Dims, ops
+
+pytest.importorskip("tilelang", reason="tilelang is not installed")
+SMS = 132
+Wanted = dict[tuple[Any, ...], None]
+
+pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no CUDA compiler (nvcc) on the path")
+
+# A large matrix, few tokens with split sums, many tokens with one launch; ranks on both sides of 8, which differ in launch.
+SIZES = {
+    "merge": ("lora", {"O": 3072, "I": 3072, "R": 4}),
+    "merge_by_pair": ("lora", {"O": 1280, "I": 1280, "R": 16}),
+    "merge_odd": ("lora", {"O": 193, "I": 229, "R": 33}),
+    "bypass": ("lora_bypass", {"O": 1280, "I": 1280, "R": 16, "T": 512}),
+    "bypass_fused": ("lora_bypass", {"O": 1280, "I": 1280, "R": 16, "T": 8192}),
+}
+# Every launch on Hopper; elsewhere and in float32 what differs in code. A build takes seconds, so no full product.
+BUILDS = [
+    *((case, "sm_90a", torch.float16) for case in ("merge", "merge_by_pair", "bypass", "bypass_fused")),
+    ("merge_by_pair", "sm_80", torch.bfloat16),
+    ("bypass", "sm_80", torch.bfloat16),
+    ("merge_odd", "sm_80", torch.float16),
+    ("merge", "sm_90a", torch.float32),
+]
+
+
+def recorded(op: str, dims: Dims, dtype: torch.dtype, target: Target, monkeypatch: pytest.MonkeyPatch) -> Wanted:
+    """The kernels that one forward and backward of an op would build, found by running its launchers on no data."""
+    entry = ops()[op]
+    package = importlib.import_module(f"kernels.{entry.family}")
+    fused = next(v for v in vars(package).values() if isinstance(v, FusedOp) and v.name == op)
+    implementation = importlib.import_module(f"kernels.{entry.family}.tilelang_impl")
+    wanted: Wanted = {}
+
+    def build(factory: Callable[..., Any], target: Target, **constants: Any) -> Callable[..., None]:
+        wanted[(factory, *constants.items())] = None
+        return lambda *args: None
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("kernels.") and name != "kernels.common.tilelang_target":
+            replaced = {"build": build, "target_of": lambda tensor: target, "sm_count": lambda device: SMS}
+            for attribute, value in replaced.items():
+                if hasattr(module, attribute):
+                    monkeypatch.setattr(module, attribute, value)
+    shapes = entry.shapes(dims)
+    tensors = tuple(torch.empty(shapes[arg], dtype=dtype, device="meta") for arg in fused.args)
+    needs = (True,) * len(tensors)
+    assert implementation is sys.modules[f"{fused.package}.tilelang_impl"]
+    out, saved = fused.forward("tilelang", tensors, (1.0,), None, dtype, needs)
+    fused.backward("tilelang", torch.empty_like(out), tensors, (1.0,), saved, needs)
+    return wanted
+
+
+@pytest.mark.parametrize(("case", "arch", "dtype"), BUILDS, ids=lambda value: str(value).removeprefix("torch."))
+def test_builds(case: str, arch: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    op, dims = SIZES[case]
+    target = Target(arch)
+    wanted = recorded(op, dims, dtype, target, monkeypatch)
+    assert len(wanted) >= 2
+    for factory, *constants in wanted:
+        source = compiled(factory, target, **dict(constants)).get_kernel_source(kernel_only=True)
+        products = "wgmma_ss" in source or "mma_sync" in source
+        assert products == (dtype is not torch.float32 and "reduce" not in factory.__name__), factory.__name__
+        if not any(size % 8 for size in dims.values() if size > 128):
+            wide = ("uint4", "cp_async_gs<16>", "cp_async_gs_conditional<16>", "tma_load", "float4")
+            assert any(access in source for access in wide), f"{factory.__name__} has no 16-byte access"
+
+
+def test_tf32_is_the_only_way_to_float32_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target("sm_80", tf32=True)
+    wanted = recorded("lora", {"O": 256, "I": 256, "R": 16}, torch.float32, target, monkeypatch)
+    factory, *constants = next(iter(wanted))
+    source = compiled(factory, target, **dict(constants)).get_kernel_source(kernel_only=True)
+    assert "mma_sync" in source and "TensorFloat32" in source
+
+
+def test_shared_memory_fits_every_card() -> None:
+    """The launches chosen for a card ask for no more shared memory than a block can have there."""
+    from kernels.lora.tilelang_dual import dual_config, rank_block
+    from kernels.lora.tilelang_merge import Pair, merge_backward_config
+
+    for arch in ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120a"):
+        target = Target(arch)
+        for size in (640, 1280, 3072, 4096, 12288):
+            for n_r in (4, 16, 64, 128):
+                rank = rank_block("lora", n_r, target)
+                dual = dual_config(size, size, n_r, torch.float16, target, SMS)
+                assert dual.span % dual.block_m == 0
+                held = dual.stages * dual.block_m * (dual.block_n + rank) + rank * dual.block_n
+                assert 2 * held <= target.shared_bytes, (arch, size, n_r, dual)
+                config = merge_backward_config(size, size, n_r, torch.float16, target, SMS)
+                if isinstance(config, Pair):
+                    widest = max(config.block_m, config.block_n) + rank
+                    assert config.stages >= 2 and 2 * config.stages * widest * config.block_k <= target.shared_bytes
