@@ -108,7 +108,7 @@ def test_merged_weight_is_the_rescaled_rotation(backend: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=("fp32", "fp16"))
-@pytest.mark.parametrize(("size", "scale"), [(4, 1e-4), (16, 1e-4), (4, 30.0), (16, 30.0), (4, 3e4), (16, 3e4)])
+@pytest.mark.parametrize(("size", "scale"), [(4, 1e-4), (16, 1e-4), (4, 30.0), (16, 30.0), (4, 1e4), (16, 1e4)])
 @pytest.mark.parametrize("backend", FUSED)
 def test_tiny_and_huge_rotations(backend: str, size: int, scale: float, dtype: torch.dtype) -> None:
     """The first step of a training, where R - I cancels, and angles near π: as exact as the dtype, output under 1 ULP in fp16."""

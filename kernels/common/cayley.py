@@ -3,8 +3,8 @@
     Q = f (B - Bᵀ)      X = (I - Q)⁻¹      D = R - I = 2 Q X = 2 (X - I)
     backward: with P = ∂L/∂D, ∂L/∂Q = 2 Xᵀ P Xᵀ and ∂L/∂B = f (∂L/∂Q - ∂L/∂Qᵀ), X = I + D / 2
 
-f = min(1, constraint / (‖B - Bᵀ‖ + 1e-8)) is 1 without a constraint. I - Q has the identity as its symmetric part, so
-its elimination needs no pivoting, and D comes from solving (I - Q) D = 2 Q: no cancellation where Q is small.
+f = min(1, constraint / (‖B - Bᵀ‖ + 1e-8)) is 1 without a constraint. D = 2 Q X loses nothing where Q is small, and needs no
+pivots there, since I - Q has the identity as its symmetric part; D = 2 (X - I), with pivots, is exact where Q is large.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 from kernels.common.errors import UnsupportedCase
 
 MAX_BLOCK = 64
-# Entries of Q are kept within this bound, whose square float32 holds. Such an entry turns its plane by π to float32's last
-# bit, which is also the limit that an elimination with pivots finds for inf.
-MAX_Q = 1e18
+# Entries of Q are kept within this bound, whose fourth power float32 holds. Such an entry turns its plane by π to float32's
+# last bit, which is also the limit that PyTorch finds for inf.
+MAX_Q = 1e9
 # Blocks up to this size are eliminated by the program that applies them; larger ones by a kernel of their own.
 MAX_INLINE = 16
 # Blocks up to this size are applied by multiply-adds of whole rows; larger ones by tensor-core dots.

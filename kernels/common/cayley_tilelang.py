@@ -19,61 +19,125 @@ def _skew(dsl: Dsl, upper: Any, lower: Any, factor: Any) -> Any:
     return T.if_then_else(q > MAX_Q, MAX_Q, T.if_then_else(q < -MAX_Q, -MAX_Q, q))
 
 
+def _magnitude(dsl: Dsl, value: Any) -> Any:
+    """|value|, which the C target has no call for."""
+    return dsl.T.max(value, -value)
+
+
 def solve_scalars(dsl: Dsl, blocks: Any, k: Any, factor: Any, delta: Any, size: int) -> Any:
-    """delta[S * S] = D of block k, in every thread's own registers (S ≤ 4)."""
+    """delta[S * S] = D of block k, S ≤ 4, in every thread's own registers.
+
+    The closed form of 4 x 4 (smaller blocks are padded with zeros): with p the Pfaffian of Q and Q* its dual, Q Q* = -p I,
+    D = 2 (Q + Q² + p Q* - p² I) / (1 + Σ q² + p²). Nothing cancels on the diagonal, at any size of Q.
+    """
     T = dsl.T
     each = tuple(range(size))
+    pairs = tuple((i, j) for i in range(4) for j in range(4))
+    # (i, j) -> the entry of Q that Q* has there, and its sign.
+    dual = {
+        (0, 1): (2, 3, 1),
+        (0, 2): (1, 3, -1),
+        (0, 3): (1, 2, 1),
+        (1, 2): (0, 3, 1),
+        (1, 3): (0, 2, -1),
+        (2, 3): (0, 1, 1),
+    }
+
+    def squared(q: Any, i: int, j: int) -> Any:
+        return q[i, 0] * q[0, j] + q[i, 1] * q[1, j] + q[i, 2] * q[2, j] + q[i, 3] * q[3, j]
+
+    def dual_entry(q: Any, i: int, j: int) -> Any:
+        row, col, sign = dual[min(i, j), max(i, j)]
+        return q[row, col] * (float(sign) if i < j else -float(sign))
 
     @T.macro
     def solved(blocks, k, factor, delta):  # type: ignore[no-untyped-def]
-        system = T.alloc_local((size, 2 * size), "float32")
-        for r in each:
-            for c in each:
-                q = _skew(dsl, blocks[k, r, c], blocks[k, c, r], factor)
-                system[r, c] = (1.0 if r == c else 0.0) - q
-                system[r, size + c] = 2.0 * q
-        for p in each:
-            inverse = 1.0 / system[p, p]
-            # Columns left of p are done with: nothing reads them again.
-            for c in tuple(range(p + 1, 2 * size)):
-                system[p, c] = system[p, c] * inverse
-            for r in each:
-                if r != p:
-                    for c in tuple(range(p + 1, 2 * size)):
-                        system[r, c] = system[r, c] - system[r, p] * system[p, c]
-        for r in each:
-            for c in each:
-                delta[r * size + c] = system[r, size + c]
+        q = T.alloc_local((4, 4), "float32")
+        scalars = T.alloc_local((2,), "float32")
+        for i, j in pairs:
+            if i == j or i >= size or j >= size:
+                q[i, j] = 0.0
+            else:
+                q[i, j] = _skew(dsl, blocks[k, i, j], blocks[k, j, i], factor)
+        scalars[0] = q[0, 1] * q[2, 3] - q[0, 2] * q[1, 3] + q[0, 3] * q[1, 2]
+        squares = q[0, 1] * q[0, 1] + q[0, 2] * q[0, 2] + q[0, 3] * q[0, 3]
+        others = q[1, 2] * q[1, 2] + q[1, 3] * q[1, 3] + q[2, 3] * q[2, 3]
+        scalars[1] = 2.0 / (1.0 + squares + others + scalars[0] * scalars[0])
+        for i in each:
+            for j in each:
+                if i == j:
+                    delta[i * size + j] = scalars[1] * (squared(q, i, j) - scalars[0] * scalars[0])
+                else:
+                    delta[i * size + j] = scalars[1] * (squared(q, i, j) + q[i, j] + scalars[0] * dual_entry(q, i, j))
 
     return solved(blocks, k, factor, delta)
 
 
-def solve_shared(dsl: Dsl, blocks: Any, first: Any, factor: Any, system: Any) -> Any:
-    """D of N blocks from `first` on, in the right half of system[S % 2], a shared [2, N, S, 2 S] tile.
+def solve_shared(dsl: Dsl, blocks: Any, first: Any, factor: Any, system: Any, tile: Any, width: int) -> Any:
+    """tile[N * P, P] = D of N blocks from `first` on, zero outside them; `system` is a shared [2, N, S, 2 S] tile to work in.
 
-    Gauss-Jordan on [I - Q | 2 Q] from one half of the tile to the other and back, which takes one barrier a step.
+    Gauss-Jordan from one half of `system` to the other and back, which takes one barrier a step: on [I - Q | 2 Q] up to
+    |q| = 1, where pivots are not worth their time; past that with pivots, on [I - Q | I].
     """
     T = dsl.T
-    _, count, size, _ = system.shape
+    _, count, size, _ = (int(n) for n in system.shape)
 
     @T.macro
-    def solved(blocks, first, factor, system):  # type: ignore[no-untyped-def]
+    def solved(blocks, first, factor, system, tile):  # type: ignore[no-untyped-def]
+        entries = dsl.fragment((1, count * size * size))
+        largest = dsl.fragment((1,))
+        top = dsl.shared((1,), "float32")
+        best = dsl.shared((count,), "int32")
+        found = T.alloc_var("int32")
         for b, r, c in dsl.parallel(count, size, size):
             k = T.min(first + b, blocks.shape[0] - 1)
             q = _skew(dsl, blocks[k, r, c], blocks[k, c, r], factor)
             system[0, b, r, c] = T.if_then_else(r == c, 1.0, 0.0) - q
             system[0, b, r, size + c] = 2.0 * q
-        for p in T.serial(size):
-            for b, r, c in dsl.parallel(count, size, 2 * size):
-                pivot = system[p % 2, b, p, c] * (1.0 / system[p % 2, b, p, p])
-                system[1 - p % 2, b, r, c] = T.if_then_else(
-                    r == p, pivot, system[p % 2, b, r, c] - system[p % 2, b, r, p] * pivot
-                )
+        for one, i in dsl.parallel(1, count * size * size):
+            entries[one, i] = _magnitude(dsl, system[0, i // (size * size), i // size % size, size + i % size])
+        dsl.reduce_max(entries, largest, dim=1)
+        top[0] = largest[0]
+        if top[0] > 2.0:
+            for b, r, c in dsl.parallel(count, size, size):
+                system[0, b, r, size + c] = T.if_then_else(r == c, 1.0, 0.0)
+            for p in T.serial(size):
+                for b in dsl.parallel(count):
+                    found = p
+                    for r in T.serial(size):
+                        head = _magnitude(dsl, system[p % 2, b, found, p])
+                        if r > p and _magnitude(dsl, system[p % 2, b, r, p]) > head:
+                            found = r
+                    best[b] = found
+                for b, r, c in dsl.parallel(count, size, 2 * size):
+                    row = T.if_then_else(r == best[b], p, r)
+                    pivot = system[p % 2, b, best[b], c] * (1.0 / system[p % 2, b, best[b], p])
+                    system[1 - p % 2, b, r, c] = T.if_then_else(
+                        r == p, pivot, system[p % 2, b, row, c] - system[p % 2, b, row, p] * pivot
+                    )
+            for b, r in dsl.parallel(count, size):
+                system[size % 2, b, r, size + r] += -1.0
+            for b, r, c in dsl.parallel(count, size, size):
+                system[size % 2, b, r, size + c] *= 2.0
+        else:
+            for p in T.serial(size):
+                for b, r, c in dsl.parallel(count, size, 2 * size):
+                    pivot = system[p % 2, b, p, c] * (1.0 / system[p % 2, b, p, p])
+                    system[1 - p % 2, b, r, c] = T.if_then_else(
+                        r == p, pivot, system[p % 2, b, r, c] - system[p % 2, b, r, p] * pivot
+                    )
+        for i, m in dsl.parallel(count * width, width):
+            n = i % width
+            tile[i, m] = T.if_then_else(
+                (n < size) & (m < size),
+                system[size % 2, i // width, T.min(n, size - 1), size + T.min(m, size - 1)],
+                0.0,
+            )
 
-    return solved(blocks, first, factor, system)
+    return solved(blocks, first, factor, system, tile)
 
 
-def _solve(dsl: Dsl, *, S: int, dtype: str, has_shrink: bool) -> Any:
+def _solve(dsl: Dsl, *, S: int, P: int, dtype: str, has_shrink: bool) -> Any:
     """delta[k] = D, one block a program."""
     T = dsl.T
     n_k = T.dynamic("n_k")
@@ -84,9 +148,11 @@ def _solve(dsl: Dsl, *, S: int, dtype: str, has_shrink: bool) -> Any:
     ):
         with T.Kernel(n_k, threads=256) as pid_k:
             system = dsl.shared((2, 1, S, 2 * S), "float32")
-            solve_shared(dsl, blocks, pid_k, shrink[0] if has_shrink else 1.0, system)
-            for r, c in dsl.parallel(S, S):
-                delta[pid_k, r, c] = system[S % 2, 0, r, S + c]
+            tile = dsl.shared((P, P), "float32")
+            solve_shared(dsl, blocks, pid_k, shrink[0] if has_shrink else 1.0, system, tile, P)
+            for r, c in dsl.parallel(P, P):
+                if r < S and c < S:
+                    delta[pid_k, r, c] = tile[r, c]
 
     return kernel
 
@@ -96,7 +162,12 @@ def solve(blocks: Tensor, delta: Tensor, shrink: Tensor | None) -> bool:
     if blocks.shape[1] <= MAX_INLINE:
         return True
     run = build(
-        _solve, target_of(blocks), S=blocks.shape[1], dtype=dtype_name(blocks.dtype), has_shrink=shrink is not None
+        _solve,
+        target_of(blocks),
+        S=blocks.shape[1],
+        P=pad(blocks.shape[1]),
+        dtype=dtype_name(blocks.dtype),
+        has_shrink=shrink is not None,
     )
     run(blocks, None if shrink is None else shrink.view(1), delta)
     return False

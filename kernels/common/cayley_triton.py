@@ -1,7 +1,7 @@
 """The Cayley transform and its backward as Triton device functions; formulas in kernels/common/cayley.py.
 
-Three forms of the same elimination, by block size S: up to 4 in scalars of every thread, up to 16 with a row of the
-system in a register of every lane, above with a kernel of its own. Blocks never mix: what is not finite stays in its own.
+Three forms, by block size S: up to 4 in closed form in scalars of every thread, up to 16 by elimination with a row of
+the system in a register of every lane, above by a kernel of its own. Blocks never mix: what is not finite stays in its own.
 """
 
 from __future__ import annotations
@@ -24,33 +24,31 @@ def _skew(upper, lower, factor):
 
 @triton.jit
 def solve_scalars(blocks, factor, S: tl.constexpr):
-    """D of the one block at `blocks` as a tuple of S · S float32 scalars, row by row."""
-    entries = ()
-    for i in tl.static_range(S * S):
-        entries = entries + (tl.load(blocks + i),)
-    system = ()
-    for r in tl.static_range(S):
-        for c in tl.static_range(S):
-            system = system + ((1.0 if r == c else 0.0) - _skew(entries[r * S + c], entries[c * S + r], factor),)
-        for c in tl.static_range(S):
-            system = system + (2.0 * _skew(entries[r * S + c], entries[c * S + r], factor),)
-    for p in tl.static_range(S):
-        inverse = 1.0 / system[p * 2 * S + p]
-        pivot = ()
-        for c in tl.static_range(2 * S):
-            pivot = pivot + (system[p * 2 * S + c] * inverse,)
-        swept = ()
-        for r in tl.static_range(S):
-            for c in tl.static_range(2 * S):
-                if r == p:
-                    swept = swept + (pivot[c],)
-                else:
-                    swept = swept + (system[r * 2 * S + c] - system[r * 2 * S + p] * pivot[c],)
-        system = swept
+    """D of the one block at `blocks`, S ≤ 4, as a tuple of S · S float32 scalars, row by row.
+
+    The closed form of 4 x 4 (smaller blocks are padded with zeros): with p the Pfaffian of Q and Q* its dual, Q Q* = -p I,
+    D = 2 (Q + Q² + p Q* - p² I) / (1 + Σ q² + p²). Nothing cancels on the diagonal, at any size of Q.
+    """
+    q = ()
+    for i in tl.static_range(4):
+        for j in tl.static_range(4):
+            if i == j or i >= S or j >= S:
+                q = q + (0.0,)
+            else:
+                q = q + (_skew(tl.load(blocks + i * S + j), tl.load(blocks + j * S + i), factor),)
+    p = q[1] * q[11] - q[2] * q[7] + q[3] * q[6]
+    dual = (0.0, q[11], -q[7], q[6], -q[11], 0.0, q[3], -q[2], q[7], -q[3], 0.0, q[1], -q[6], q[2], -q[1], 0.0)
+    squares = q[1] * q[1] + q[2] * q[2] + q[3] * q[3] + q[6] * q[6] + q[7] * q[7] + q[11] * q[11]
+    double = 2.0 / (1.0 + squares + p * p)
     delta = ()
-    for r in tl.static_range(S):
-        for c in tl.static_range(S):
-            delta = delta + (system[r * 2 * S + S + c],)
+    for i in tl.static_range(S):
+        for j in tl.static_range(S):
+            value = q[i * 4] * q[j] + q[i * 4 + 1] * q[4 + j] + q[i * 4 + 2] * q[8 + j] + q[i * 4 + 3] * q[12 + j]
+            if i == j:
+                value -= p * p
+            else:
+                value += q[i * 4 + j] + p * dual[i * 4 + j]
+            delta = delta + (double * value,)
     return delta
 
 
@@ -79,11 +77,56 @@ def finish_scalars(product, delta, S: tl.constexpr):
 
 
 @triton.jit
-def solve_lanes(blocks, delta, factor, first, n_k, S: tl.constexpr, N: tl.constexpr):
-    """delta[k] = D of the N blocks from `first` on (N a power of two, S ≤ 16), by Gauss-Jordan on [I - Q | 2 Q].
+def _eliminate(q, S: tl.constexpr, PIVOT: tl.constexpr):
+    """D from the rows of Q (a tuple of [N, P] tiles), by Gauss-Jordan on [I - Q | 2 Q], or pivoting on [I - Q | I].
 
     A row of the system is a register of every lane and a column is a lane, so that the pivot row is at hand and a
-    column's entry comes by one shuffle: no barrier. Warps that share blocks repeat the work and write the same bits.
+    column's entry comes by one shuffle: no barrier.
+    """
+    N: tl.constexpr = q[0].shape[0]
+    P: tl.constexpr = q[0].shape[1] // 2
+    lanes = tl.arange(0, 2 * P)[None, :]
+    cols = lanes % P
+    system = ()
+    for r in tl.static_range(S):
+        one = tl.where(cols == r, 1.0, 0.0)
+        system = system + (tl.where(lanes < P, one - q[r], one if PIVOT else 2.0 * q[r]),)
+    for p in tl.static_range(S):
+        from_p = tl.full((N, 2 * P), p, tl.int32)
+        pivot, head = system[p], tl.gather(system[p], from_p, axis=1)
+        heads = ()
+        for r in tl.static_range(S):
+            heads = heads + ((tl.gather(system[r], from_p, axis=1) if r != p else head),)
+        if PIVOT:
+            # Rows below p in turn give way to the row in hand where theirs has the larger head.
+            kept, kept_heads = (), ()
+            for r in tl.static_range(S):
+                row, row_head = system[r], heads[r]
+                if r > p:
+                    larger = tl.abs(row_head) > tl.abs(head)
+                    row, pivot = tl.where(larger, pivot, row), tl.where(larger, row, pivot)
+                    row_head, head = tl.where(larger, head, row_head), tl.where(larger, row_head, head)
+                kept, kept_heads = kept + (row,), kept_heads + (row_head,)
+            system, heads = kept, kept_heads
+        pivot *= 1.0 / head
+        swept = ()
+        for r in tl.static_range(S):
+            if r == p:
+                swept = swept + (pivot,)
+            else:
+                swept = swept + (system[r] - heads[r] * pivot,)
+        system = swept
+    delta = ()
+    for r in tl.static_range(S):
+        delta = delta + ((2.0 * (system[r] - tl.where(cols == r, 1.0, 0.0)) if PIVOT else system[r]),)
+    return delta
+
+
+@triton.jit
+def solve_lanes(blocks, delta, factor, first, n_k, S: tl.constexpr, N: tl.constexpr):
+    """delta[k] = D of the N blocks from `first` on (N a power of two, S ≤ 16).
+
+    Up to |q| = 1 pivots are not worth their time. Warps that share blocks repeat the work and write the same bits.
     """
     P: tl.constexpr = triton.next_power_of_2(S)
     block = first + tl.arange(0, N)[:, None]
@@ -91,28 +134,22 @@ def solve_lanes(blocks, delta, factor, first, n_k, S: tl.constexpr, N: tl.conste
     cols = lanes % P
     mask = (block < n_k) & (cols < S)
     at = block.to(tl.int64) * (S * S)
-    system = ()
+    q, top = (), tl.zeros((N, 2 * P), tl.float32)
     for r in tl.static_range(S):
         upper = tl.load(blocks + at + r * S + cols, mask=mask, other=0.0)
-        q = _skew(upper, tl.load(blocks + at + cols * S + r, mask=mask, other=0.0), factor)
-        system = system + (tl.where(lanes < P, tl.where(cols == r, 1.0, 0.0) - q, 2.0 * q),)
-    for p in tl.static_range(S):
-        from_p = tl.full((N, 2 * P), p, tl.int32)
-        pivot = system[p] * (1.0 / tl.gather(system[p], from_p, axis=1))
-        swept = ()
-        for r in tl.static_range(S):
-            if r == p:
-                swept = swept + (pivot,)
-            else:
-                swept = swept + (system[r] - tl.gather(system[r], from_p, axis=1) * pivot,)
-        system = swept
+        entry = _skew(upper, tl.load(blocks + at + cols * S + r, mask=mask, other=0.0), factor)
+        q, top = q + (entry,), tl.maximum(top, tl.abs(entry))
+    if tl.max(tl.max(top, axis=1), axis=0) > 1.0:
+        d = _eliminate(q, S, True)
+    else:
+        d = _eliminate(q, S, False)
     for r in tl.static_range(S):
-        tl.store(delta + at + r * S + cols, system[r], mask=mask & (lanes >= P))
+        tl.store(delta + at + r * S + cols, d[r], mask=mask & (lanes >= P))
 
 
 @triton.jit
 def _solve_kernel(blocks, delta, shrink, S: tl.constexpr, P: tl.constexpr, HAS_SHRINK: tl.constexpr):
-    """delta[k] = D of one block of any size: the same elimination on a [P, 2 P] tile, rows and columns by reductions."""
+    """delta[k] = D of one block of any size: Gauss-Jordan with pivots on a [P, 2 P] tile, rows and columns by reductions."""
     at = tl.program_id(0).to(tl.int64) * (S * S)
     rows = tl.arange(0, P)[:, None]
     lanes = tl.arange(0, 2 * P)[None, :]
@@ -123,13 +160,23 @@ def _solve_kernel(blocks, delta, shrink, S: tl.constexpr, P: tl.constexpr, HAS_S
         factor = tl.load(shrink)
     upper = tl.load(blocks + at + rows * S + cols, mask=mask, other=0.0)
     q = _skew(upper, tl.load(blocks + at + cols * S + rows, mask=mask, other=0.0), factor)
-    system = tl.where(lanes < P, tl.where(rows == cols, 1.0, 0.0) - q, 2.0 * q)
+    one = tl.where(rows == cols, 1.0, 0.0)
+    system = tl.where(lanes < P, one - q, one)
     for p in range(S):
-        row = tl.sum(tl.where(rows == p, system, 0.0), axis=0)[None, :]
-        pivot = row / tl.sum(tl.where(lanes == p, row, 0.0), axis=1)[:, None]
-        column = tl.sum(tl.where(lanes == p, system, 0.0), axis=1)[:, None]
+        column = tl.sum(tl.where(lanes == p, system, 0.0), axis=1)
+        best = tl.argmax(tl.where(tl.arange(0, P) >= p, tl.abs(column), -1.0), axis=0)
+        pivot = tl.sum(tl.where(rows == best, system, 0.0), axis=0)[None, :]
+        moved = tl.sum(tl.where(rows == p, system, 0.0), axis=0)[None, :]
+        system = tl.where(rows == best, moved, system)
+        column = tl.where(tl.arange(0, P) == best, tl.sum(tl.where(lanes == p, moved, 0.0), axis=1), column)[:, None]
+        pivot /= tl.sum(tl.where(lanes == p, pivot, 0.0), axis=1)[:, None]
         system = tl.where(rows == p, pivot, system - column * pivot)
-    tl.store(delta + at + rows * S + cols, system, mask=mask & (lanes >= P))
+    # D = 2 (X - I), but on the diagonal of a small Q that cancels, and 2 Q X does not.
+    inverse = tl.where(lanes < P, 0.0, system)
+    qx = 2.0 * tl.sum(tl.where(lanes < P, 0.0, -q) * inverse, axis=0)[None, :]
+    d = 2.0 * (system - one)
+    d = tl.where((rows == cols) & (d > -0.5), qx, d)
+    tl.store(delta + at + rows * S + cols, d, mask=mask & (lanes >= P))
 
 
 @triton.jit

@@ -98,11 +98,7 @@ def forward(
                 _load(dsl, y, (pid_t * config.tiles + t) * BLOCK_T, pid_k * N, ahead[t], S, P, n_k)
             if inline:
                 system = dsl.shared((2, N, S, 2 * S), "float32")
-                solve_shared(dsl, blocks, pid_k * N, shrink[0] if has_shrink else 1.0, system)
-                for i, m in dsl.parallel(N * P, P):
-                    d[i, m] = T.if_then_else(
-                        (i % P < S) & (m < S), system[S % 2, i // P, T.min(i % P, S - 1), S + T.min(m, S - 1)], 0.0
-                    )
+                solve_shared(dsl, blocks, pid_k * N, shrink[0] if has_shrink else 1.0, system, d, P)
                 if save:
                     if pid_t == 0:
                         for i, m in dsl.parallel(N * P, P):

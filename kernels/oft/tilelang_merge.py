@@ -211,11 +211,7 @@ def dots(
                 T.copy(weight[pid_k, 0, (pid_i * config.tiles + t) * BLOCK_I], ahead[t])
             if inline:
                 system = dsl.shared((2, 1, S, 2 * S), "float32")
-                solve_shared(dsl, blocks, pid_k, shrink[0] if has_shrink else 1.0, system)
-                for n, m in dsl.parallel(P, P):
-                    d[n, m] = T.if_then_else(
-                        (n < S) & (m < S), system[S % 2, 0, T.min(n, S - 1), S + T.min(m, S - 1)], 0.0
-                    )
+                solve_shared(dsl, blocks, pid_k, shrink[0] if has_shrink else 1.0, system, d, P)
                 if save:
                     if pid_i == 0:
                         for n, m in dsl.parallel(P, P):
