@@ -36,9 +36,9 @@ def solve_scalars(blocks, factor, S: tl.constexpr):
                 q = q + (0.0,)
             else:
                 q = q + (_skew(tl.load(blocks + i * S + j), tl.load(blocks + j * S + i), factor),)
-    p = q[1] * q[11] - q[2] * q[7] + q[3] * q[6]
-    dual = (0.0, q[11], -q[7], q[6], -q[11], 0.0, q[3], -q[2], q[7], -q[3], 0.0, q[1], -q[6], q[2], -q[1], 0.0)
-    squares = q[1] * q[1] + q[2] * q[2] + q[3] * q[3] + q[6] * q[6] + q[7] * q[7] + q[11] * q[11]
+    p = q[1] * q[11] - q[2] * q[7] + q[3] * q[6]  # type: ignore[misc]
+    dual = (0.0, q[11], -q[7], q[6], -q[11], 0.0, q[3], -q[2], q[7], -q[3], 0.0, q[1], -q[6], q[2], -q[1], 0.0)  # type: ignore[misc]
+    squares = q[1] * q[1] + q[2] * q[2] + q[3] * q[3] + q[6] * q[6] + q[7] * q[7] + q[11] * q[11]  # type: ignore[misc]
     double = 2.0 / (1.0 + squares + p * p)
     delta = ()
     for i in tl.static_range(S):
