@@ -55,6 +55,8 @@ def odd_cases() -> list:
 @pytest.mark.parametrize(("op", "case"), odd_cases())
 def test_matches_oracle(op: Op, case: Case, backend: str, dtype: torch.dtype) -> None:
     need(backend, dtype)
+    if not CUDA and dtype is torch.float16 and case is not op.tiny and op.family != "lora":
+        pytest.skip("interpreted, odd shapes run in float32, where errors stand out; in every dtype on a GPU")
     compare(call(op, backend), oracle(op), inputs(op, case, dtype))
 
 
