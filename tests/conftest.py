@@ -27,6 +27,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {GPUS}"))
 
 
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    """A test starts with nothing compiled: what others compiled would count towards its recompile limit."""
+    torch._dynamo.reset()
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """A run in which no test ran to its end (nothing collected, everything skipped) is a failed run."""
     if hasattr(session.config, "workerinput"):

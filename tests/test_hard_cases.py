@@ -83,7 +83,7 @@ def test_half_of_a_tensor_split(op: Op, backend: str) -> None:
 @pytest.mark.parametrize("shape", ((0,), (2, 0)))
 @pytest.mark.parametrize("op", BYPASSES, ids=lambda op: op.name)
 def test_no_tokens(op: Op, shape: tuple[int, ...], backend: str) -> None:
-    need(backend, torch.float32)
+    need(backend, torch.float32, op)
     values = inputs(op, op.tiny)
     values[op.args[0]] = torch.zeros(*shape, values[op.args[0]].shape[-1], device=DEVICE)
     leaves = {name: t.clone().requires_grad_() for name, t in values.items()}
