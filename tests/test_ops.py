@@ -55,8 +55,8 @@ def odd_cases() -> list:
 @pytest.mark.parametrize(("op", "case"), odd_cases())
 def test_matches_oracle(op: Op, case: Case, backend: str, dtype: torch.dtype) -> None:
     need(backend, dtype)
-    if not CUDA and dtype is torch.float16 and case is not op.tiny and op.family != "lora":
-        pytest.skip("interpreted, odd shapes run in float32, where errors stand out; in every dtype on a GPU")
+    if not CUDA and case is not op.tiny and op.family != "lora" and (backend == "tilelang" or dtype is torch.float16):
+        pytest.skip("on the CPU odd shapes run interpreted, in float32, where errors stand out; all of them on a GPU")
     compare(call(op, backend), oracle(op), inputs(op, case, dtype))
 
 
