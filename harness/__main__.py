@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from harness import comparison, figure, quickcheck, stamp, sweeper, throttle, verdicts
 from harness.measure import DeadContext
 from harness.record import RecordError
+from harness.steps import ARMS, BACKENDS, chosen
 
 DTYPES = ("fp16", "bf16", "fp32", "all")
 
@@ -34,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     sweep.add_argument("--figures", default="out/figures", help="folder of the figures")
 
     for command in (quick, sweep):
+        command.add_argument("--backends", help=f"arms, comma-separated; of {', '.join(ARMS)}")
         command.add_argument("--allow-busy", action="store_true", help="measure though the GPU is busy")
 
     verdict = commands.add_parser("verdict", help="geometric means over the cases of a recorded run")
@@ -70,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _quick(arguments: argparse.Namespace) -> int:
     if stamp.environment()["gpu"] is None:
         print("no GPU: the maths of every backend at tiny sizes on the CPU, no times")
-    rows = quickcheck.quick(arguments.op, arguments.dtype, allow_busy=arguments.allow_busy, echo=print)
+    arms = chosen(arguments.backends, BACKENDS)
+    rows = quickcheck.quick(arguments.op, arguments.dtype, backends=arms, allow_busy=arguments.allow_busy, echo=print)
     return 0 if quickcheck.passed(rows) else 1
 
 
@@ -82,6 +85,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
             arguments.out,
             case=arguments.case,
             op=arguments.op,
+            backends=chosen(arguments.backends, ARMS),
             jobs=arguments.jobs,
             retry=arguments.retry,
             allow_busy=arguments.allow_busy,

@@ -97,9 +97,9 @@ def check(op: Op, truth: Truth, backend: str, baseline: Check | None = None) -> 
     forward = compare({OUTPUT: alone}, {OUTPUT: truth.values[OUTPUT]}, truth.grad.dtype, baseline)
     if result.reason is None and forward.reason is not None:
         result.reason = f"forward without autograd: {forward.reason}"
-    changed = [name for name, value in before.items() if not _same_bits(value, truth.inputs[name].detach())]
-    if changed:
-        result.reason = f"changed its input {', '.join(changed)}"
+    spoilt = changed(before, truth.inputs)
+    if spoilt:
+        result.reason = f"changed its input {', '.join(spoilt)}"
     for value in truth.inputs.values():
         value.grad = None
     return result
@@ -189,6 +189,11 @@ def poisoned(like: Tensor, dtype: torch.dtype, backend: str) -> Iterator[None]:
         finally:
             torch.use_deterministic_algorithms(mode, warn_only=warn_only)
             settings.fill_uninitialized_memory = fill
+
+
+def changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[str]:
+    """The names of the tensors whose bits are not what they were."""
+    return [name for name, value in before.items() if not _same_bits(value.detach(), after[name].detach())]
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

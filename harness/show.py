@@ -14,6 +14,7 @@ from harness import ceilings, quickcheck, record, stamp, verdicts
 from harness.panel import run_label
 from harness.record import Record, Row
 from harness.stamp import DATA, DTYPES, ROOT
+from harness.steps import is_graphed
 from kernels.registry import families, ops
 
 PUBLISHED = DATA / "published" / "rtx4090.json"
@@ -60,9 +61,10 @@ def checks(rows: Sequence[Row]) -> pd.DataFrame:
     return pd.DataFrame(cells, columns=quickcheck.COLUMNS).set_index(["op", "backend"])
 
 
-def verdict(source: Record | Path, dtype: str = "fp16") -> pd.DataFrame:
-    """The verdict of a recorded run, a row an op and backend."""
-    table = pd.DataFrame(verdicts.verdict(source, dtype), columns=verdicts.COLUMNS)
+def verdict(source: Record | Path, dtype: str = "fp16", *, graphed: bool = False) -> pd.DataFrame:
+    """The verdict of a recorded run, a row an op and backend: of the plain arms, or of those that replay CUDA graphs."""
+    rows = [row for row in verdicts.verdict(source, dtype) if is_graphed(row["backend"]) is graphed]
+    table = pd.DataFrame(rows, columns=verdicts.COLUMNS)
     return table.drop(columns="dtype").set_index(["op", "backend"]).astype(_numbers(table)).round(2)
 
 
@@ -145,4 +147,6 @@ def _order(names: Iterable[str]) -> list[int]:
 
 
 def _ok(rows: Sequence[Row], op: str, dtype: str) -> list[Row]:
-    return [row for row in rows if row["op"] == op and row["dtype"] == dtype and row["status"] == "ok"]
+    """The plain arms' good rows."""
+    found = [row for row in rows if row["op"] == op and row["dtype"] == dtype and row["status"] == "ok"]
+    return [row for row in found if not is_graphed(row["backend"])]

@@ -16,11 +16,12 @@ CLOCKS = {"dev": "forward, device", "fbdev": "forward + backward, device", "fb":
 
 
 def draw_summary(made: Sequence[Verdict], meta: Mapping[str, Any]) -> Figure:
-    """Ratios above 1 to the right; filled against eager, hollow against torch.compile."""
+    """Ratios of the plain arms, above 1 to the right; filled against eager, hollow against torch.compile."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+    made = [verdict for verdict in made if verdict.values["backend"] in COLOURS]
     names = list(dict.fromkeys(verdict.values["op"] for verdict in made))
     backends = list(dict.fromkeys(verdict.values["backend"] for verdict in made))
     with matplotlib.rc_context(STYLE):

@@ -14,8 +14,9 @@ import torch
 from harness import ceilings as limits
 from harness import prebuild, record, stamp, throttle
 from harness.delimiters import make_delimiters
-from harness.measure import BACKENDS, DeadContext, Plan, make_bench, measure_case
+from harness.measure import DeadContext, Plan, make_bench, measure_case
 from harness.record import Record, Row
+from harness.steps import ARMS
 from kernels.registry import Case, Op, families
 
 Echo = Callable[[str], None]
@@ -32,7 +33,7 @@ class Selection:
 
     ops: tuple[Op, ...]
     dtypes: tuple[str, ...]
-    backends: tuple[str, ...] = BACKENDS
+    backends: tuple[str, ...] = ARMS
     pattern: str = "*"
 
     def cases(self) -> Iterable[tuple[Op, Case, str]]:
@@ -121,7 +122,7 @@ def sweep(
     *,
     case: str = "*",
     op: str | None = None,
-    backends: Sequence[str] = BACKENDS,
+    backends: Sequence[str] = ARMS,
     jobs: int | None = None,
     retry: bool = False,
     allow_busy: bool = False,
@@ -136,7 +137,7 @@ def sweep(
         out: the folder; data/<gpu> by default.
         case: measure only cases whose name matches this shell pattern.
         op: measure only this op.
-        backends: the arms.
+        backends: the arms; those that replay CUDA graphs are among them by default.
         jobs: processes that compile kernels beforehand; the number of CPUs by default, 0 for none.
         retry: measure failed and invalid rows again.
         allow_busy: measure on a card that is busy with other work.

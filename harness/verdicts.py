@@ -11,9 +11,12 @@ from typing import Any
 from harness import record, stamp
 from harness.record import Record, Row
 from harness.statistic import Ratio, geometric_mean, mean_ratio
+from harness.steps import SUFFIX, is_graphed
 from kernels.registry import ops
 
 BASELINES = ("eager", "compile")
+# What an arm is compared with; a graphed arm has shed its dispatch, so has the eager arm that it is held against.
+_GRAPHED_BASELINES = {"eager": f"eager{SUFFIX}"}
 # Name -> (the row's phase and samples, the baseline).
 RATIOS = {
     "dev_eager": ("fwd", "dev_us", "eager"),
@@ -35,6 +38,16 @@ class Verdict:
     notes: tuple[str, ...]
 
 
+def baselines(backend: str) -> dict[str, str]:
+    """The arm that stands for each of BASELINES beside this backend; nothing stands for "compile" beside a graph."""
+    return dict(_GRAPHED_BASELINES) if is_graphed(backend) else {name: name for name in BASELINES}
+
+
+def is_baseline(backend: str) -> bool:
+    """Whether others are compared with this arm, so that it has no verdict of its own."""
+    return backend in BASELINES or backend in _GRAPHED_BASELINES.values()
+
+
 def judge(rows: Sequence[Row], op: str, backend: str, dtype: str, cases: Sequence[str] = ()) -> Verdict:
     """The verdict over one op's rows; each mean takes the cases in which both sides are ok.
 
@@ -44,11 +57,12 @@ def judge(rows: Sequence[Row], op: str, backend: str, dtype: str, cases: Sequenc
     names = tuple(dict.fromkeys([*cases, *(case for case, _ in found)]))
     ok = {key: row for key, row in found.items() if row["status"] == "ok"}
     mine = {case: ok[case, backend] for case in names if (case, backend) in ok}
-    base = {b: {case: ok[case, b] for case in mine if (case, b) in ok} for b in BASELINES}
+    arms = baselines(backend)
+    base = {b: {case: ok[case, arm] for case in mine if (case, arm) in ok} for b, arm in arms.items()}
 
     ratios = {
         name: mean_ratio(
-            [(_samples(base[b][case], phase, kind), _samples(mine[case], phase, kind)) for case in base[b]]
+            [(_samples(row, phase, kind), _samples(mine[case], phase, kind)) for case, row in base.get(b, {}).items()]
         )
         for name, (phase, kind, b) in RATIOS.items()
     }
@@ -77,7 +91,7 @@ def _worst(mine: dict[str, Row], base: dict[str, dict[str, Row]]) -> str | None:
     least: dict[str, float] = {}
     for phase, kind, b in RATIOS.values():
         if kind == "dev_us":
-            for case, other in base[b].items():
+            for case, other in base.get(b, {}).items():
                 ratio = min(other[phase][kind]) / min(mine[case][phase][kind])
                 least[case] = min(ratio, least.get(case, ratio))
     return min(least, key=lambda case: least[case]) if least else None
@@ -95,7 +109,7 @@ def _notes(
     for baseline, rows in base.items():
         absent = [case for case in mine if case not in rows]
         if absent:
-            yield f"against {baseline}: without {', '.join(absent)}"
+            yield f"against {baselines(backend)[baseline]}: without {', '.join(absent)}"
     for flag in ("noisy", "throttled"):
         marked = [case for case, row in mine.items() if row[flag]]
         if marked:
@@ -120,7 +134,7 @@ def verdicts(source: str | Path | Record | None = None, dtype: str = "fp16") -> 
         for op in dict.fromkeys(row["op"] for row in rows):
             cases = [case.name for case in ops()[op].cases] if op in ops() else []
             backends = dict.fromkeys(row["backend"] for row in rows if row["op"] == op)
-            made += [judge(rows, op, b, dtype, cases) for b in backends if b not in BASELINES]
+            made += [judge(rows, op, b, dtype, cases) for b in backends if not is_baseline(b)]
     return sorted(made, key=lambda v: order.index(v.values["op"]) if v.values["op"] in order else len(order))
 
 
@@ -137,7 +151,8 @@ def verdict(source: str | Path | Record | None = None, dtype: str = "fp16", *, f
     """The verdict as a list of dicts ("rows"), or as a string: "json", "markdown" or "text".
 
     Ratios are geometric means over the cases; above 1 this backend is better. dev: forward device time, fbdev: forward
-    and backward device time, fb: forward and backward wall, vram: peak memory with backward.
+    and backward device time, fb: forward and backward wall, vram: peak memory with backward. An arm that replays CUDA
+    graphs is compared with eager_graphed, ulp and vram too, and not with torch.compile.
     """
     made = verdicts(source, dtype)
     rows = [v.values for v in made]

@@ -76,6 +76,36 @@ def test_text_and_markdown_agree(folder):
     assert "| toy | tilelang | 1/2 | 0.50 |" in table[3] and "b: failed: assert" in text
 
 
+def graphed_rows():
+    """Beside `rows`: as graphs triton is 1.5× faster than eager, and its plain arm's wall is of no account."""
+    made = rows()
+    for case in ("a", "b"):
+        made += [
+            made_row("toy", case, "eager_graphed", [3.0], wall=12.0, ulp=3.0, vram_fwdbwd=200),
+            made_row("toy", case, "triton_graphed", [2.0], wall=8.0, ulp=2.0, vram_fwdbwd=100),
+        ]
+    return made
+
+
+def test_graphed_arms_are_compared_with_eagers_graph(tmp_path):
+    values = judge(graphed_rows(), "toy", "triton_graphed", "fp16").values
+    assert values["dev_eager"] == values["fb_eager"] == pytest.approx(1.5)
+    assert values["vram"] == pytest.approx(2) and values["eager_ulp"] == pytest.approx(3)
+    assert [values[name] for name in ("dev_compile", "fbdev_compile", "fb_compile")] == [None] * 3
+    assert (values["n"], values["n_ok"]) == (2, 2) and values["worst_case"] == "a"
+    assert judge(graphed_rows(), "toy", "triton", "fp16") == judge(rows(), "toy", "triton", "fp16")
+    Record(dict(STAMP), graphed_rows()).save(tmp_path / "toy.json")
+    assert [row["backend"] for row in verdict(tmp_path)] == ["triton", "tilelang", "triton_graphed"]
+    assert "| toy | triton_graphed | 2/2 | 1.50 | – | 1.50 | – | 1.50 | – |" in verdict(tmp_path, format="markdown")
+
+
+def test_graphed_arm_without_eagers_graph():
+    some = [row for row in graphed_rows() if (row["case"], row["backend"]) != ("b", "eager_graphed")]
+    found = judge(some, "toy", "triton_graphed", "fp16", cases=("a", "b", "c"))
+    assert (found.values["n"], found.values["n_ok"]) == (3, 2)
+    assert found.notes == ("c: not measured", "against eager_graphed: without b")
+
+
 def test_tie():
     ratio = mean_ratio([([1.0], [1.1]), ([1.0], [0.9]), ([1.0], [1.05]), ([1.0], [0.97])])
     assert ratio.tie and ratio.low < 1 < ratio.high
