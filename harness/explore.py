@@ -219,5 +219,5 @@ class _Live:
 
 
 def _measure_here(op: Op, case: Case, dtype: str, backend: str) -> Row:
-    bench = make_bench(None, Plan(windows=1, calls=20, rounds=5))
+    bench = make_bench(None, Plan(windows=1, calls=20, rounds=5, extra=0))
     return measure_case(bench, op, case, dtype, (backend,))[0]

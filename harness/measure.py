@@ -14,6 +14,7 @@ import torch
 
 from harness import ceilings as limits
 from harness import compiled, graphed, precision, throttle
+from harness.adaptive import STEADY, until_steady
 from harness.delimiters import Delimiters, make_delimiters
 from harness.graphed import GraphedArm
 from harness.plausible import judge
@@ -21,23 +22,25 @@ from harness.precision import OUTPUT, Check, Truth
 from harness.profile import CALLS, WINDOWS, ArmError, DeviceTime, device_times
 from harness.record import Row, blank_row
 from harness.stamp import DTYPES
+from harness.statistic import noise
 from harness.steps import BACKENDS, PHASES, Step, is_graphed, plain, steps, timed_inputs
 from harness.wall import ROUNDS, WallTime, peak_bytes, wall_times
 from kernels import UnsupportedCase
 from kernels.registry import Case, Op
 
-# Windows that differ by more than this make a row noisy.
+# A row is noisy where its best windows still differ by more than this after all the rounds that it was given.
 NOISE = 0.05
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much to measure."""
+    """How much to measure; `extra` times more where the noise is high."""
 
     windows: int = WINDOWS
     calls: int = CALLS
     rounds: int = ROUNDS
     warmup: int = 3
+    extra: int = 3
 
 
 class DeadContext(RuntimeError):
@@ -202,7 +205,7 @@ def _time_arms(
     for row in live.values():
         row["clock_mhz"] = seen[-1].clock_mhz
         row["throttled"] = None if before.throttled is None else any(reading.throttled for reading in (before, *seen))
-        row["noisy"] = any(_spread(row[phase]["dev_us"]) > NOISE for phase in PHASES) or throttle.drifted(*seen)
+        row["noisy"] = any(noise(row[phase]["dev_us"]) > NOISE for phase in PHASES) or throttle.drifted(*seen)
         if row["status"] is None:
             row["status"] = "ok"
 
@@ -222,8 +225,21 @@ def _time_phase(
     plan = bench.plan
     while live:
         try:
-            device = device_times(calls[phase], bench.delimiters, windows=plan.windows, calls=plan.calls)
-            return device, wall_times(calls[phase], bench.delimiters, rounds=plan.rounds)
+            device = until_steady(
+                lambda: device_times(calls[phase], bench.delimiters, windows=plan.windows, calls=plan.calls),
+                lambda time: time.dev_us,
+                DeviceTime.joined,
+                STEADY["dev_us"],
+                plan.extra,
+            )
+            wall = until_steady(
+                lambda: wall_times(calls[phase], bench.delimiters, rounds=plan.rounds),
+                lambda time: time.wall_us,
+                WallTime.joined,
+                STEADY["wall_us"],
+                plan.extra,
+            )
+            return device, wall
         except ArmError as error:
             _fail(live[error.arm], error.__cause__ or error, rows)
             _drop(error.arm, calls, live)
@@ -259,10 +275,6 @@ def _fill(row: Row, phase: str, device: DeviceTime, wall: WallTime) -> None:
     }
     if device.reason is not None:
         _set(row, "invalid", f"{phase}: {device.reason}")
-
-
-def _spread(values: Sequence[float]) -> float:
-    return max(values) / min(values) - 1 if values else 0.0
 
 
 def _set(row: Row, status: str, reason: str) -> None:

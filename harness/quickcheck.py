@@ -12,7 +12,7 @@ from harness.record import Row
 from harness.steps import BACKENDS, is_graphed
 from kernels.registry import Op, ops
 
-PLAN = Plan(windows=2, calls=20, rounds=10)
+PLAN = Plan(windows=2, calls=20, rounds=10, extra=0)
 COLUMNS = ("op", "dtype", "backend", "status", "ULP", "eager ULP", "fwd µs", "fwd+bwd µs", "wall µs", "note")
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from harness import record, stamp
 from harness.record import Record, Row
-from harness.statistic import Ratio, geometric_mean, mean_ratio
+from harness.statistic import Ratio, geometric_mean, mean_ratio, row_ratio
 from harness.steps import SUFFIX, is_graphed
 from kernels.registry import ops
 
@@ -31,11 +31,16 @@ COLUMNS = ("op", "backend", "dtype", "n", "n_ok", *RATIOS, "vram", "ulp", "eager
 
 @dataclass(frozen=True)
 class Verdict:
-    """One op on one backend; `values` hold COLUMNS, `ratios` the intervals, `notes` what the means leave out."""
+    """One op on one backend: `values` hold COLUMNS, `ratios` the means with their intervals.
+
+    notes: what the means leave out, and which rows are noisy or ties. rows: each case's own ratios, bootstrapped over
+    its windows.
+    """
 
     values: dict[str, Any]
     ratios: dict[str, Ratio | None]
     notes: tuple[str, ...]
+    rows: dict[str, dict[str, Ratio]] = field(default_factory=dict)
 
 
 def baselines(backend: str) -> dict[str, str]:
@@ -60,12 +65,12 @@ def judge(rows: Sequence[Row], op: str, backend: str, dtype: str, cases: Sequenc
     arms = baselines(backend)
     base = {b: {case: ok[case, arm] for case in mine if (case, arm) in ok} for b, arm in arms.items()}
 
-    ratios = {
-        name: mean_ratio(
-            [(_samples(row, phase, kind), _samples(mine[case], phase, kind)) for case, row in base.get(b, {}).items()]
-        )
+    pairs = {
+        name: {case: (row[phase][kind], mine[case][phase][kind]) for case, row in base.get(b, {}).items()}
         for name, (phase, kind, b) in RATIOS.items()
     }
+    ratios = {name: mean_ratio(list(samples.values())) for name, samples in pairs.items()}
+    each = {name: {case: row_ratio(*sides) for case, sides in samples.items()} for name, samples in pairs.items()}
     eager = base["eager"]
     values: dict[str, Any] = {"op": op, "backend": backend, "dtype": dtype, "n": len(names), "n_ok": len(mine)}
     values |= {name: None if ratio is None else ratio.value for name, ratio in ratios.items()}
@@ -73,12 +78,7 @@ def judge(rows: Sequence[Row], op: str, backend: str, dtype: str, cases: Sequenc
     values["ulp"] = _mean(row["ulp"] for row in mine.values())
     values["eager_ulp"] = _mean(row["ulp"] for row in eager.values())
     values["worst_case"] = _worst(mine, base)
-    return Verdict(values, ratios, tuple(_notes(names, mine, base, found, backend)))
-
-
-def _samples(row: Row, phase: str, kind: str) -> list[float]:
-    samples: list[float] = row[phase][kind]
-    return samples if kind == "dev_us" else [min(samples)]
+    return Verdict(values, ratios, (*_notes(names, mine, base, found, backend), *_ties(each)), each)
 
 
 def _mean(values: Iterable[float]) -> float | None:
@@ -114,6 +114,14 @@ def _notes(
         marked = [case for case, row in mine.items() if row[flag]]
         if marked:
             yield f"{flag}: {', '.join(marked)}"
+
+
+def _ties(rows: Mapping[str, Mapping[str, Ratio]]) -> Iterable[str]:
+    """The cases whose own interval contains 1, by ratio of device times: a wall is noisier than any difference."""
+    for name, ratios in rows.items():
+        cases = [case for case, ratio in ratios.items() if ratio.tie]
+        if cases and RATIOS[name][1] == "dev_us":
+            yield f"tie {name.replace('_', '/')}: {', '.join(cases)}"
 
 
 def verdicts(source: str | Path | Record | None = None, dtype: str = "fp16") -> list[Verdict]:

@@ -88,7 +88,7 @@ def test_sweep_of_one_case(tmp_path):
     assert {row["case"] for row in rows} == {case} and [row["backend"] for row in rows] == list(ARMS)
     for row in rows:
         assert row["status"] == "ok", row["reason"]
-        assert len(row["fwd"]["dev_us"]) == 3 and min(row["fwd"]["wall_us"]) > min(row["fwd"]["dev_us"]) > 0
+        assert len(row["fwd"]["dev_us"]) >= 3 and min(row["fwd"]["wall_us"]) > min(row["fwd"]["dev_us"]) > 0
         assert row["fwdbwd"]["launches"] > row["fwd"]["launches"] >= 1
         assert row["vram_fwd"] >= row["bytes_written"] and row["floor_us"] > 0
     sweeper.sweep(family, out=tmp_path, case=case, jobs=0, allow_busy=True, echo=said.append)

@@ -10,7 +10,7 @@ from fakes import STAMP, bad_row, made_row
 
 from harness import comparison, verdicts
 from harness.record import ForeignGpu, Record
-from harness.statistic import geometric_mean, mean_ratio
+from harness.statistic import geometric_mean, mean_ratio, noise
 from harness.verdicts import judge, verdict
 
 
@@ -112,6 +112,30 @@ def test_tie():
     clear = mean_ratio([([2.0, 2.1], [1.0, 1.05]), ([3.0], [1.0])])
     assert not clear.tie and 1.9 <= clear.low <= clear.value <= clear.high
     assert clear == mean_ratio([([2.0, 2.1], [1.0, 1.05]), ([3.0], [1.0])])
+
+
+def test_rows_have_intervals_of_their_own():
+    samples = (("eager", [2.0, 2.02, 2.01]), ("triton", [2.01, 1.99, 2.0]))
+    made = rows() + [made_row("toy", "c", b, t, fwdbwd=[9.0 if b == "eager" else 3.0]) for b, t in samples]
+    found = judge(made, "toy", "triton", "fp16")
+    a, c = found.rows["dev_eager"]["a"], found.rows["dev_eager"]["c"]
+    assert a.value == 2 and 2 <= a.high <= 2.2 + 1e-9 and not a.tie and a.n == 1
+    assert c.tie and c.low <= 2 / 1.99 <= c.high
+    assert [note for note in found.notes if note.startswith("tie")] == ["tie dev/eager: c"]
+
+
+def test_interval_holds_its_value_however_noisy_a_side_is():
+    """Every resample of a noisy baseline is slower than its best; the mean's bound must not pass the mean by."""
+    pairs = [([10.0, 13.0, 13.0], [5.0, 5.0, 5.0])] * 24
+    ratio = mean_ratio(pairs)
+    assert ratio.value == pytest.approx(2) and ratio.low <= 2 <= ratio.high < 2.6
+
+
+def test_noise_is_of_the_best_samples():
+    """Samples that are added can lower it: an outlier stops counting once three others agree."""
+    assert noise([]) == 0 and noise([3.0]) == 0
+    assert noise([3.0, 3.3, 3.1]) == pytest.approx(0.1)
+    assert noise([3.0, 3.3, 3.1, 3.03, 3.06]) == pytest.approx(0.02)
 
 
 def test_geometric_mean():
