@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     compare = commands.add_parser("compare", help="faster | same | slower | unclear per row; exits 1 on slower")
     compare.add_argument("run_a", metavar="RUN_A", help="file or folder")
     compare.add_argument("run_b", metavar="RUN_B", help="file or folder")
-    compare.add_argument("--foreign", action="store_true", help="compare runs of two cards")
+    compare.add_argument("--foreign", action="store_true", help="compare runs of two cards or schemas all the same")
 
     commands.add_parser("selfcheck", help="checks the measuring itself on this GPU in under a minute")
     return top
@@ -115,6 +115,8 @@ def _compare(arguments: argparse.Namespace) -> int:
     changes = comparison.compare(arguments.run_a, arguments.run_b, foreign=arguments.foreign)
     for change in changes:
         print(change)
+    for line in comparison.differences(arguments.run_a, arguments.run_b, changes):
+        print(line)
     print(comparison.summary(changes))
     return 1 if comparison.worse(changes) else 0
 

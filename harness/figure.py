@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness import ceilings as limits
-from harness import record, verdicts
+from harness import record, stamp, verdicts
 from harness.record import Row
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def _handles(metric: Metric, arms: Sequence[str]) -> list[Any]:
 
 def _caption(metric: Metric, meta: Mapping[str, Any] | None, dtype: str) -> str:
     card, date = (meta or {}).get("gpu") or "card not recorded", str((meta or {}).get("started") or "")[:10]
-    text = f"{card}, {date or 'no date'}, {dtype}. Bold: {metric.bold_name}. Best of the windows, cold L2."
+    text = f"{card}, {date or 'no date'}, {dtype}.{stamp.warning(meta or {})} Bold: {metric.bold_name}. Best of the windows, cold L2."
     return "\n".join(textwrap.wrap(text, 86))
 
 

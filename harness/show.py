@@ -123,7 +123,10 @@ def cards() -> dict[str, Record]:
         runs = record.load_dir(folder)
         rows = [row for name in families() if name in runs for row in runs[name].rows]
         if rows:
-            found[str(runs["ceilings"].meta["gpu"])] = Record(runs["ceilings"].meta, rows, folder)
+            ceilings_meta = runs["ceilings"].meta
+            both = stamp.combined([runs[name].meta for name in families() if name in runs])
+            labels = {name: both[name] for name in ("kernels_sha256", "git_dirty")}
+            found[str(ceilings_meta["gpu"])] = Record({**ceilings_meta, **labels}, rows, folder)
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from harness import stamp
 from harness.figure import COLOURS, MARKERS, STYLE
 from harness.verdicts import BASELINES, Verdict
 
@@ -49,7 +50,7 @@ def draw_summary(made: Sequence[Verdict], meta: Mapping[str, Any]) -> Figure:
         axes[0].set_yticks(range(len(names)), names)
         axes[0].set_ylim(len(names) - 0.5, -0.5)
         figure.legend(handles=_handles(backends), loc="outside upper center", ncols=2 * len(backends), frameon=False)
-        caption = f"{meta['gpu']}, {str(meta['started'])[:10]}. Geometric means over an op's cases with 95 % intervals."
+        caption = f"{meta['gpu']}, {str(meta['started'])[:10]}.{stamp.warning(meta)} Geometric means over an op's cases with 95 % intervals."
         figure.supxlabel(caption, fontsize=6, color="#555555", x=0.02, ha="left")
     return figure
 

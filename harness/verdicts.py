@@ -129,21 +129,23 @@ def verdicts(source: str | Path | Record | None = None, dtype: str = "fp16") -> 
 
     source: None means the only recorded folder under data/, or this card's.
     """
-    if isinstance(source, Record):
-        runs = [source]
-    else:
-        folder = Path(source) if source is not None else default_dir()
-        loaded = {folder.stem: record.load(folder)} if folder.is_file() else record.load_dir(folder)
-        runs = [run for name, run in loaded.items() if name != "ceilings"]
     order = list(ops())
     made = []
-    for run in runs:
+    for run in _runs(source):
         rows = [row for row in run.rows if row["dtype"] == dtype]
         for op in dict.fromkeys(row["op"] for row in rows):
             cases = [case.name for case in ops()[op].cases] if op in ops() else []
             backends = dict.fromkeys(row["backend"] for row in rows if row["op"] == op)
             made += [judge(rows, op, b, dtype, cases) for b in backends if not is_baseline(b)]
     return sorted(made, key=lambda v: order.index(v.values["op"]) if v.values["op"] in order else len(order))
+
+
+def _runs(source: str | Path | Record | None) -> list[Record]:
+    if isinstance(source, Record):
+        return [source]
+    folder = Path(source) if source is not None else default_dir()
+    loaded = {folder.stem: record.load(folder)} if folder.is_file() else record.load_dir(folder)
+    return [run for name, run in loaded.items() if name != "ceilings"]
 
 
 def default_dir() -> Path:
@@ -171,7 +173,8 @@ def verdict(source: str | Path | Record | None = None, dtype: str = "fp16", *, f
     if format == "markdown":
         return "\n".join(_table(made))
     if format == "text":
-        return "\n".join(_text(made, dtype))
+        sources = dict.fromkeys(stamp.cite(run.meta) for run in _runs(source))
+        return "\n".join([*_text(made, dtype), "", "To cite:", *sources])
     raise ValueError(f"format: got {format!r}, wanted rows, json, markdown or text")
 
 

@@ -60,7 +60,7 @@ def test_marks():
 
 def test_caption_and_backends():
     figure = draw("ulp", rows(), meta=STAMP, backends=("eager", "triton"))
-    assert figure.get_supxlabel().startswith("NVIDIA Test, 2026-01-02, fp16.")
+    assert figure.get_supxlabel().startswith("NVIDIA Test, 2026-01-02, fp16. STALE KERNELS. Bold")
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels[:2] == ["eager", "triton"] and "tilelang" not in labels
 

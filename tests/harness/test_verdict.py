@@ -8,8 +8,8 @@ import math
 import pytest
 from fakes import STAMP, bad_row, made_row
 
-from harness import comparison, verdicts
-from harness.record import ForeignGpu, Record
+from harness import comparison, record, verdicts
+from harness.record import ForeignGpu, MixedSchemas, Record
 from harness.statistic import geometric_mean, mean_ratio, noise
 from harness.verdicts import judge, verdict
 
@@ -176,6 +176,39 @@ def test_compare_sees_broken_and_missing_rows(tmp_path):
     assert [c.verdict for c in changes] == ["unclear"] * 4 and comparison.worse(changes)
     assert changes[0].note == "ok → failed (assert)" and changes[2].note == "only in the first run"
     assert not comparison.worse(comparison.compare(tmp_path / "b.json", tmp_path / "a.json"))
+
+
+def test_compare_refuses_two_schemas(tmp_path, monkeypatch):
+    Record(dict(STAMP), [made_row("toy", "c", "triton", [1.0])]).save(tmp_path / "a.json")
+    monkeypatch.setattr(record, "SCHEMA", 2)
+    Record(dict(STAMP), [made_row("toy", "c", "triton", [1.0])]).save(tmp_path / "b.json")
+    with pytest.raises(MixedSchemas, match="schema 1 and 2"):
+        comparison.compare(tmp_path / "a.json", tmp_path / "b.json")
+    assert len(comparison.compare(tmp_path / "a.json", tmp_path / "b.json", foreign=True)) == 2
+
+
+def test_compare_says_what_else_differs(tmp_path):
+    arms = [("eager", 1.02), ("compile", 1.04), ("triton", 1.5)]
+    Record(dict(STAMP), [made_row("toy", "c", b, [1.0]) for b, _ in arms]).save(tmp_path / "a.json")
+    meta = {**STAMP, "torch": "2", "git_dirty": True}
+    Record(meta, [made_row("toy", "c", b, [time]) for b, time in arms]).save(tmp_path / "b.json")
+    changes = comparison.compare(tmp_path / "a.json", tmp_path / "b.json")
+    assert comparison.differences(tmp_path / "a.json", tmp_path / "b.json", changes) == [
+        "torch: 1 → 2",
+        "first run: stale kernels",
+        "second run: dirty tree",
+        "second run: stale kernels",
+        "PyTorch's own arms: median ratio 1.030 over 4 times",
+    ]
+    assert comparison.summary(changes) == "0 faster, 4 same, 2 slower, 0 unclear; 33.3% moved"
+
+
+def test_a_step_of_the_clock_is_no_change(tmp_path):
+    """Two readings of a short kernel differ by a tick or two; a tenth is more than that."""
+    for name, time in (("a", 1.216), ("b", 1.28), ("c", 1.216 * 1.1)):
+        Record(dict(STAMP), [made_row("toy", "c", "triton", [time], fwdbwd=[time])]).save(tmp_path / f"{name}.json")
+    found = [comparison.compare(tmp_path / "a.json", tmp_path / f"{name}.json")[0].verdict for name in "bc"]
+    assert found == ["same", "slower"]
 
 
 def test_compare_refuses_two_cards(tmp_path):
