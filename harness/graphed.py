@@ -18,7 +18,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from harness import precision
+from harness import behaviour, precision
 from harness.precision import OUTPUT, Check, Truth
 from harness.steps import Step, arm_steps, plain, timed_inputs
 from kernels.registry import Case, Inputs, Op
@@ -94,7 +94,7 @@ def check(arm: GraphedArm, truth: Truth, baseline: Check | None = None) -> Check
     result, forward = found["fwdbwd"], found["fwd"]
     if result.reason is None and forward.reason is not None:
         result.reason = f"forward without autograd: {forward.reason}"
-    changed = precision.changed(truth.inputs, arm.inputs)
+    changed = behaviour.changed(truth.inputs, arm.inputs)
     if changed:
         result.reason = f"changed its input {', '.join(changed)}"
     return result

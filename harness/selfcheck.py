@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from harness import ceilings, compiled, precision, stamp, throttle
+from harness import behaviour, ceilings, compiled, stamp, throttle
 from harness.delimiters import Delimiters, make_delimiters
 from harness.measure import Plan, make_bench, measure_case
 from harness.profile import device_times
@@ -77,7 +77,7 @@ def poison(device: torch.device, delimiters: Delimiters) -> Finding:
     like = torch.zeros(2**20, device=device)
     found = {}
     for backend in ("eager", "compile"):
-        with precision.poisoned(like, like.dtype, backend):
+        with behaviour.poisoned(like, like.dtype, backend):
             fresh = torch.empty_like(like)
         found[backend] = int(fresh.isnan().sum()) / fresh.numel()
         del fresh

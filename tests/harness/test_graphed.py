@@ -36,7 +36,7 @@ def test_faithful_graph(monkeypatch):
 
 def test_graph_that_captured_nothing(monkeypatch):
     found = reason(monkeypatch, lambda *made: lambda: None)
-    assert found == "output: 128 of 128 elements are not finite"
+    assert found.startswith("output: 128 of 128 elements are not finite (128 NaN")
 
 
 def test_graph_of_the_captures_inputs(monkeypatch):
@@ -67,7 +67,7 @@ def test_graph_without_its_backward(monkeypatch):
 
         return again
 
-    assert reason(monkeypatch, forward_only) == "a: 32 of 32 elements are not finite"
+    assert reason(monkeypatch, forward_only).startswith("a: 32 of 32 elements are not finite")
 
 
 def test_graph_that_mutates_an_input(monkeypatch):
