@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     compare.add_argument("run_b", metavar="RUN_B", help="file or folder")
     compare.add_argument("--foreign", action="store_true", help="compare runs of two cards or schemas all the same")
 
-    commands.add_parser("selfcheck", help="checks the measuring itself on this GPU in under a minute")
+    commands.add_parser("selfcheck", help="plants faults that have to be caught; on a GPU also checks the timing")
     return top
 
 
@@ -124,7 +124,6 @@ def _compare(arguments: argparse.Namespace) -> int:
 def _selfcheck(arguments: argparse.Namespace) -> int:
     from harness import selfcheck
 
-    sweeper.require_gpu()
     return selfcheck.main()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ LATE_CYCLES = 2**25
 Results = dict[str, "Tensor | None"]
 
 
-def results(op: Op, inputs: Inputs, grad: Tensor, backend: str) -> Results:
+def results(op: Op, inputs: Inputs, grad: Tensor, backend: str, *, wait: bool = True) -> Results:
     """The output alone, the output with autograd and every input's gradient, by name; the gradients are taken away.
 
-    A result of another shape than the gradient's has no gradients here.
+    A result of another shape than the gradient's has no gradients here. wait: until the device has finished everything.
     """
     for value in inputs.values():
         value.grad = None
@@ -36,6 +37,8 @@ def results(op: Op, inputs: Inputs, grad: Tensor, backend: str) -> Results:
     output.backward(grad)
     for name, value in inputs.items():
         found[name], value.grad = value.grad, None
+    if wait and grad.is_cuda:
+        torch.cuda.synchronize(grad.device)
     return found
 
 
@@ -55,17 +58,27 @@ def transposed(value: Tensor) -> Tensor:
 def late(op: Op, inputs: Inputs, grad: Tensor, backend: str) -> Results:
     """The results where the current stream has the inputs only after the call was issued, and at once wants what came out.
 
-    A kernel on another stream, which does not wait for the current one, reads what was there before.
+    A kernel on another stream, which does not wait for the current one, reads what was there before. The current stream
+    is not the default one, so that a kernel which always takes that is seen too.
     """
-    static, early = others(inputs), grad.clone()
     torch.cuda.synchronize(grad.device)
-    torch.cuda._sleep(LATE_CYCLES)
-    with torch.no_grad():
-        for name, value in static.items():
-            value.copy_(inputs[name])
-        early.copy_(grad)
-    found = results(op, static, early, backend)
-    return {name: None if value is None else value.clone() for name, value in found.items()}
+    with torch.cuda.stream(_late_stream(grad.device)):
+        static, early = others(inputs), 0.5 * grad
+        torch.cuda.synchronize(grad.device)
+        torch.cuda._sleep(LATE_CYCLES)
+        with torch.no_grad():
+            for name, value in static.items():
+                value.copy_(inputs[name])
+            early.copy_(grad)
+        found = results(op, static, early, backend, wait=False)
+        copies = {name: None if value is None else value.clone() for name, value in found.items()}
+        torch.cuda.synchronize(grad.device)
+    return copies
+
+
+@cache
+def _late_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def changed(before: Mapping[str, Tensor | None], after: Mapping[str, Tensor | None]) -> list[str]:
