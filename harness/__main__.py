@@ -1,4 +1,4 @@
-"""`python -m harness quick | sweep | verdict | figures | compare | selfcheck`."""
+"""`python -m harness quick | sweep | verdict | figures | compare | selfcheck | crosscheck`."""
 
 from __future__ import annotations
 
@@ -51,6 +51,10 @@ def parser() -> argparse.ArgumentParser:
     compare.add_argument("run_a", metavar="RUN_A", help="file or folder")
     compare.add_argument("run_b", metavar="RUN_B", help="file or folder")
     compare.add_argument("--foreign", action="store_true", help="compare runs of two cards or schemas all the same")
+
+    cross = commands.add_parser("crosscheck", help="device time three ways on six cases, kept in ceilings.json")
+    cross.add_argument("--dir", help="folder of the records, data/<gpu> by default")
+    cross.add_argument("--dtype", choices=DTYPES[:3], default="fp16")
 
     commands.add_parser("selfcheck", help="plants faults that have to be caught; on a GPU also checks the timing")
     return top
@@ -119,6 +123,17 @@ def _compare(arguments: argparse.Namespace) -> int:
         print(line)
     print(comparison.summary(changes))
     return 1 if comparison.worse(changes) else 0
+
+
+def _crosscheck(arguments: argparse.Namespace) -> int:
+    from harness import crosscheck
+
+    rows = sweeper.crosscheck_into(arguments.dir, arguments.dtype)
+    for row in rows:
+        found = crosscheck.times(row) or {}
+        values = " · ".join(f"{way} {value:.2f}" for way, value in found.items())
+        print(f"{row['op']} {row['case']} {row['arm']} {row['phase']}: {values}  {crosscheck.explain(row)}")
+    return 0 if crosscheck.explained(rows) else 1
 
 
 def _selfcheck(arguments: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness import ceilings, quickcheck, record, stamp, verdicts
+from harness import ceilings, crosscheck, quickcheck, record, stamp, verdicts
 from harness.panel import run_label
 from harness.record import Record, Row
 from harness.stamp import DATA, DTYPES, ROOT
@@ -106,6 +106,21 @@ def limits(run: Record) -> pd.DataFrame:
     rows = [(f"{name} bandwidth", measured[f"{name}_gbps"], "GB/s") for name in ceilings.WRITE_SHARE]
     rows += [(f"{name} matrix product", rate, "TFLOP/s") for name, rate in measured["matmul_tflops"].items()]
     return pd.DataFrame(rows, columns=("ceiling", "measured", "unit")).set_index("ceiling").round(0)
+
+
+def crosschecks(run: Record) -> pd.DataFrame:
+    """Device time three ways, side by side with why they differ; `run` is a card's ceilings.json.
+
+    profiler: the sum of the kernels; events: around a batch; graph: the batch replayed as a CUDA graph; µs a call.
+    """
+    lines = []
+    for row in run.rows:
+        if row.get("kind") == crosscheck.KIND:
+            found = crosscheck.times(row) or dict.fromkeys(crosscheck.WAYS)
+            about = (row["op"], row["case"], row["arm"], row["phase"], row.get("launches"))
+            lines.append((*about, *(found[way] for way in crosscheck.WAYS), crosscheck.explain(row)))
+    names = ("op", "case", "backend", "phase", "launches", *crosscheck.WAYS, "explained by")
+    return pd.DataFrame(lines, columns=names).round(2).set_index(["op", "case", "backend", "phase"])
 
 
 def runs(family: str) -> dict[str, Record]:

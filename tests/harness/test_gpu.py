@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness import ceilings, graphed, precision, selfcheck, sweeper
+from harness import ceilings, crosscheck, graphed, precision, selfcheck, sweeper
 from harness.delimiters import make_delimiters
 from harness.measure import Plan
 from harness.profile import device_times
@@ -75,6 +75,13 @@ def test_capture_that_synchronises_leaves_the_process_well(device):
         graphed.capture(lambda: x * x.sum().item(), [x], device)
     torch.cuda.synchronize()
     assert graphed.capture(lambda: x + 1, [x], device)[1].shape == x.shape
+
+
+def test_three_clocks(device, delimiters):
+    """Profiler, events and a graph's replay tell one story of a long call and of a short one."""
+    chosen = crosscheck.choose(ops().values())
+    rows = crosscheck.measure(device, delimiters, [chosen[0], chosen[-1]], arms=("eager", "triton"))
+    assert crosscheck.explained(rows), [crosscheck.explain(row) for row in rows]
 
 
 def test_sweep_of_one_case(tmp_path):
