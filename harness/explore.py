@@ -12,10 +12,11 @@ import torch
 from harness import ceilings as limits
 from harness import precision
 from harness.markup import Frame, body, mimebundle, page, png
-from harness.measure import BACKENDS, Plan, make_bench, measure_case
+from harness.measure import Plan, make_bench, measure_case
 from harness.record import Record, Row
 from harness.roofline import Point, draw_roofline, point, roofline_table
 from harness.stamp import DTYPES
+from harness.steps import BACKENDS
 from kernels import UnsupportedCase
 from kernels.registry import Case, Dims, Op, ops
 
@@ -101,7 +102,8 @@ class Explore:
         return page(self.frame(*self.start), LABELS, tree)
 
     def _recorded(self) -> Iterator[tuple[str, str, str]]:
-        found = dict.fromkeys((row["op"], row["dtype"], row["backend"]) for row in self.run.rows)
+        plain = [row for row in self.run.rows if row["backend"] in BACKENDS]
+        found = dict.fromkeys((row["op"], row["dtype"], row["backend"]) for row in plain)
         yield from sorted(found, key=lambda each: (each[0] != self.start[0], each[2] != self.start[2]))
 
     def _live(self) -> Any:
@@ -217,5 +219,5 @@ class _Live:
 
 
 def _measure_here(op: Op, case: Case, dtype: str, backend: str) -> Row:
-    bench = make_bench(None, Plan(windows=1, calls=20, rounds=5))
+    bench = make_bench(None, Plan(windows=1, calls=20, rounds=5, extra=0))
     return measure_case(bench, op, case, dtype, (backend,))[0]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness import ceilings as limits
-from harness import record, verdicts
+from harness import record, stamp, verdicts
 from harness.record import Row
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, without the vermilion that crimson ceilings could be taken for.
 COLOURS = {"eager": "#000000", "compile": "#E69F00", "triton": "#0072B2", "tilelang": "#009E73"}
 MARKERS = {"eager": "s", "compile": "D", "triton": "o", "tilelang": "^"}
+# The arms that replay CUDA graphs, drawn where they are asked for: beside the plain ones they would crowd a panel.
+_GRAPHED = {"eager_graphed": ("#777777", "v"), "triton_graphed": ("#56B4E9", "P"), "tilelang_graphed": ("#CC79A7", "X")}
+STYLES = {arm: (COLOURS[arm], MARKERS[arm]) for arm in COLOURS} | _GRAPHED
 CEILING = "crimson"
 WIDTH = 3.5  # inches: half a page, so that what is legible here is legible there
 STYLE: dict[Any, Any] = {
@@ -71,7 +74,13 @@ def _over(top: Value, bottom: Value) -> Value:
 
 
 def _eager(value: Value) -> Value:
-    return lambda row, arms: value(arms["eager"], arms) if arms.get("eager", {}).get("status") == "ok" else None
+    """Of the eager arm that the row's arm is compared with."""
+
+    def of_eager(row: Row, arms: Mapping[str, Row]) -> float | None:
+        eager = arms.get(verdicts.baselines(row["backend"])["eager"])
+        return value(eager, arms) if eager is not None and eager["status"] == "ok" else None
+
+    return of_eager
 
 
 def _kilobytes(row: Row, arms: Mapping[str, Row]) -> float | None:
@@ -143,7 +152,7 @@ def draw(
         ceilings: the record's `meta["ceilings"]`; adds the copy bandwidth to the bandwidth panel.
         op: only this op; None stacks every op of the rows.
         dtype: which rows.
-        backends: which arms; all by default.
+        backends: which arms; all plain ones by default.
         meta: the record's meta, for the card and the date in the caption.
     """
     import matplotlib
@@ -158,7 +167,7 @@ def draw(
         raise ValueError(f"no rows of op {op}, dtype {dtype}")
     names = list(dict.fromkeys(row["op"] for row in chosen))
     counts = [len({row["case"] for row in chosen if row["op"] == name}) for name in names]
-    arms = [b for b in COLOURS if b in {row["backend"] for row in chosen} and (backends is None or b in backends)]
+    arms = [b for b in STYLES if b in {row["backend"] for row in chosen} and b in (backends or COLOURS)]
     with matplotlib.rc_context(STYLE):
         height = 1.0 + sum(0.45 + 0.15 * max(count, 3) for count in counts)
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -184,9 +193,9 @@ def _panel(axis: Axes, metric: Metric, rows: Sequence[Row], arms: Sequence[str])
         table[row["case"]][row["backend"]] = row
     for arm in arms:
         bold, faint = ([_value(value, table[case], arm) for case in cases] for value in (metric.bold, metric.faint))
-        at = range(len(cases))
-        axis.plot(faint, at, color=COLOURS[arm], lw=0.7, alpha=0.35, marker=MARKERS[arm], ms=1.5)
-        axis.plot(bold, at, color=COLOURS[arm], lw=1.6, marker=MARKERS[arm], ms=3.5, mec="white", mew=0.4)
+        at, (colour, marker) = range(len(cases)), STYLES[arm]
+        axis.plot(faint, at, color=colour, lw=0.7, alpha=0.35, marker=marker, ms=1.5)
+        axis.plot(bold, at, color=colour, lw=1.6, marker=marker, ms=3.5, mec="white", mew=0.4)
     for y, case in enumerate(cases):
         bad = [f"{arm}: {row['status']}" for arm, row in table[case].items() if arm in arms and row["status"] != "ok"]
         if bad:
@@ -230,7 +239,9 @@ def _handles(metric: Metric, arms: Sequence[str]) -> list[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles: list[Any] = [Line2D([], [], color=COLOURS[a], marker=MARKERS[a], lw=1.6, ms=3.5, label=a) for a in arms]
+    handles: list[Any] = [
+        Line2D([], [], color=STYLES[a][0], marker=STYLES[a][1], lw=1.6, ms=3.5, label=a) for a in arms
+    ]
     handles.append(Line2D([], [], color="#000000", lw=0.7, alpha=0.35, label=f"faint: {metric.faint_name}"))
     if metric.ceiling is not None:
         handles.append(Line2D([], [], color=CEILING, lw=1.1, ls="--", label=metric.ceiling_name))
@@ -239,7 +250,7 @@ def _handles(metric: Metric, arms: Sequence[str]) -> list[Any]:
 
 def _caption(metric: Metric, meta: Mapping[str, Any] | None, dtype: str) -> str:
     card, date = (meta or {}).get("gpu") or "card not recorded", str((meta or {}).get("started") or "")[:10]
-    text = f"{card}, {date or 'no date'}, {dtype}. Bold: {metric.bold_name}. Best of the windows, cold L2."
+    text = f"{card}, {date or 'no date'}, {dtype}.{stamp.warning(meta or {})} Bold: {metric.bold_name}. Best of the windows, cold L2."
     return "\n".join(textwrap.wrap(text, 86))
 
 

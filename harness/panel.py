@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from harness.figure import METRICS, Metric, draw
+from harness.figure import COLOURS, METRICS, Metric, draw
 from harness.markup import Frame, body, mimebundle, page, png
 from harness.readings import describe, readings, table
 from harness.record import Record, Row
@@ -101,7 +101,7 @@ class Panel:
         return chosen
 
     def frame(self, wanted: Mapping[str, str] | None = None, arms: Sequence[str] | None = None) -> Frame:
-        """The figure of one choice, drawn once; `arms` are the backends to show, all by default."""
+        """The figure of one choice, drawn once; `arms` are the backends to show, all plain ones by default."""
         chosen = self.complete(self.start if wanted is None else wanted)
         key = (*chosen.values(), *(arms or ()))
         if key not in self._drawn:
@@ -147,7 +147,7 @@ class Panel:
 
     def _draw(self, chosen: Choice, arms: Sequence[str] | None) -> Frame:
         rows, meta = self._chosen_rows(chosen), self.runs[chosen["run"]].meta
-        shown = [row for row in rows if arms is None or row["backend"] in arms]
+        shown = [row for row in rows if row["backend"] in (arms or COLOURS)]
         metric = variant(chosen)
         figure = draw(
             metric, rows, meta.get("ceilings"), op=chosen["op"], dtype=chosen["dtype"], backends=arms, meta=meta
@@ -169,7 +169,8 @@ class Panel:
             level: W.Dropdown(options=self.options(level, chosen), value=value, description=LEVELS[level], style=style)
             for level, value in chosen.items()
         }
-        pick = W.SelectMultiple(options=arms, value=arms, description="Backends", rows=len(arms), style=style)
+        plain = [arm for arm in arms if arm in COLOURS]
+        pick = W.SelectMultiple(options=arms, value=plain, description="Backends", rows=len(arms), style=style)
         drawn = W.HTML()
         busy = False
 
@@ -188,8 +189,8 @@ class Panel:
                     control.layout.display = "" if len(offered) > 1 else "none"
                 found = self.backends(now)
                 if list(pick.options) != found:
-                    pick.options, pick.value = found, found
-                some = pick.value if 0 < len(pick.value) < len(found) else None
+                    pick.options, pick.value = found, [arm for arm in found if arm in COLOURS]
+                some = pick.value or None
                 drawn.value = body(self.frame(now, some))
             finally:
                 busy = False

@@ -187,7 +187,8 @@ def write_readme() -> None:
         raise ValueError(f"{README}: wanted one <!-- verdict: begin --> … <!-- verdict: end -->")
     README.write_text(TABLE.sub(lambda found: found[1] + readme_table() + found[2], text), encoding="utf-8")
     for folder in stamp.recorded_dirs()[:1]:
-        figure.save(draw_summary(verdicts.verdicts(folder), _runs(folder)[0].meta), FIGURE)
+        meta = stamp.combined([run.meta for run in _runs(folder)])
+        figure.save(draw_summary(verdicts.verdicts(folder), meta), FIGURE)
 
 
 def _runs(folder: Path) -> list[record.Record]:
@@ -201,7 +202,8 @@ def _dtypes(folder: Path) -> list[str]:
 
 def _card(folder: Path) -> str:
     metas = [run.meta for run in _runs(folder)]
-    return f"{metas[0]['gpu']}, recorded {max(str(meta['started'])[:10] for meta in metas)}"
+    labels = "".join(f", {label}" for label in stamp.labels(stamp.combined(metas)))
+    return f"{metas[0]['gpu']}, recorded {max(str(meta['started'])[:10] for meta in metas)}{labels}"
 
 
 @contextmanager

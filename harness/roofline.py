@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from harness import ceilings as limits
+from harness import stamp
 from harness.figure import CEILING, COLOURS, MARKERS, STYLE
 from harness.record import Row
 
@@ -97,7 +98,9 @@ def draw_roofline(
         axis.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s", title=title)
         axis.grid(lw=0.3, alpha=0.5)
         figure.legend(loc="outside upper center", ncols=1, frameon=False)
-        caption = f"{meta.get('gpu')}, {str(meta.get('started'))[:10]}. Forward, device time, cold L2."
+        caption = (
+            f"{meta.get('gpu')}, {str(meta.get('started'))[:10]}.{stamp.warning(meta)} Forward, device time, cold L2."
+        )
         figure.supxlabel(caption, fontsize=5.5, color="#555555", x=0.02, ha="left")
     return figure
 

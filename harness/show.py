@@ -10,10 +10,11 @@ from typing import Any
 
 import pandas as pd
 
-from harness import ceilings, quickcheck, record, stamp, verdicts
+from harness import ceilings, crosscheck, quickcheck, record, stamp, verdicts
 from harness.panel import run_label
 from harness.record import Record, Row
 from harness.stamp import DATA, DTYPES, ROOT
+from harness.steps import is_graphed
 from kernels.registry import families, ops
 
 PUBLISHED = DATA / "published" / "rtx4090.json"
@@ -60,9 +61,10 @@ def checks(rows: Sequence[Row]) -> pd.DataFrame:
     return pd.DataFrame(cells, columns=quickcheck.COLUMNS).set_index(["op", "backend"])
 
 
-def verdict(source: Record | Path, dtype: str = "fp16") -> pd.DataFrame:
-    """The verdict of a recorded run, a row an op and backend."""
-    table = pd.DataFrame(verdicts.verdict(source, dtype), columns=verdicts.COLUMNS)
+def verdict(source: Record | Path, dtype: str = "fp16", *, graphed: bool = False) -> pd.DataFrame:
+    """The verdict of a recorded run, a row an op and backend: of the plain arms, or of those that replay CUDA graphs."""
+    rows = [row for row in verdicts.verdict(source, dtype) if is_graphed(row["backend"]) is graphed]
+    table = pd.DataFrame(rows, columns=verdicts.COLUMNS)
     return table.drop(columns="dtype").set_index(["op", "backend"]).astype(_numbers(table)).round(2)
 
 
@@ -106,6 +108,21 @@ def limits(run: Record) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=("ceiling", "measured", "unit")).set_index("ceiling").round(0)
 
 
+def crosschecks(run: Record) -> pd.DataFrame:
+    """Device time three ways, side by side with why they differ; `run` is a card's ceilings.json.
+
+    profiler: the sum of the kernels; events: around a batch; graph: the batch replayed as a CUDA graph; µs a call.
+    """
+    lines = []
+    for row in run.rows:
+        if row.get("kind") == crosscheck.KIND:
+            found = crosscheck.times(row) or dict.fromkeys(crosscheck.WAYS)
+            about = (row["op"], row["case"], row["arm"], row["phase"], row.get("launches"))
+            lines.append((*about, *(found[way] for way in crosscheck.WAYS), crosscheck.explain(row)))
+    names = ("op", "case", "backend", "phase", "launches", *crosscheck.WAYS, "explained by")
+    return pd.DataFrame(lines, columns=names).round(2).set_index(["op", "case", "backend", "phase"])
+
+
 def runs(family: str) -> dict[str, Record]:
     """Every recorded run of a family by card and day, this machine's card first."""
     here = stamp.environment()["gpu"]
@@ -121,7 +138,10 @@ def cards() -> dict[str, Record]:
         runs = record.load_dir(folder)
         rows = [row for name in families() if name in runs for row in runs[name].rows]
         if rows:
-            found[str(runs["ceilings"].meta["gpu"])] = Record(runs["ceilings"].meta, rows, folder)
+            ceilings_meta = runs["ceilings"].meta
+            both = stamp.combined([runs[name].meta for name in families() if name in runs])
+            labels = {name: both[name] for name in ("kernels_sha256", "git_dirty")}
+            found[str(ceilings_meta["gpu"])] = Record({**ceilings_meta, **labels}, rows, folder)
     return found
 
 
@@ -145,4 +165,6 @@ def _order(names: Iterable[str]) -> list[int]:
 
 
 def _ok(rows: Sequence[Row], op: str, dtype: str) -> list[Row]:
-    return [row for row in rows if row["op"] == op and row["dtype"] == dtype and row["status"] == "ok"]
+    """The plain arms' good rows."""
+    found = [row for row in rows if row["op"] == op and row["dtype"] == dtype and row["status"] == "ok"]
+    return [row for row in found if not is_graphed(row["backend"])]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from harness import stamp
 from harness.figure import COLOURS, MARKERS, STYLE
 from harness.verdicts import BASELINES, Verdict
 
@@ -16,11 +17,12 @@ CLOCKS = {"dev": "forward, device", "fbdev": "forward + backward, device", "fb":
 
 
 def draw_summary(made: Sequence[Verdict], meta: Mapping[str, Any]) -> Figure:
-    """Ratios above 1 to the right; filled against eager, hollow against torch.compile."""
+    """Ratios of the plain arms, above 1 to the right; filled against eager, hollow against torch.compile."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+    made = [verdict for verdict in made if verdict.values["backend"] in COLOURS]
     names = list(dict.fromkeys(verdict.values["op"] for verdict in made))
     backends = list(dict.fromkeys(verdict.values["backend"] for verdict in made))
     with matplotlib.rc_context(STYLE):
@@ -48,7 +50,7 @@ def draw_summary(made: Sequence[Verdict], meta: Mapping[str, Any]) -> Figure:
         axes[0].set_yticks(range(len(names)), names)
         axes[0].set_ylim(len(names) - 0.5, -0.5)
         figure.legend(handles=_handles(backends), loc="outside upper center", ncols=2 * len(backends), frameon=False)
-        caption = f"{meta['gpu']}, {str(meta['started'])[:10]}. Geometric means over an op's cases with 95 % intervals."
+        caption = f"{meta['gpu']}, {str(meta['started'])[:10]}.{stamp.warning(meta)} Geometric means over an op's cases with 95 % intervals."
         figure.supxlabel(caption, fontsize=6, color="#555555", x=0.02, ha="left")
     return figure
 

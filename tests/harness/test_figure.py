@@ -6,7 +6,7 @@ import pytest
 from fakes import CEILINGS, STAMP, bad_row, made_row
 
 from harness import figures
-from harness.figure import COLOURS, MARKERS, METRICS, draw
+from harness.figure import COLOURS, MARKERS, METRICS, STYLES, draw
 from harness.record import Record
 
 FACTOR = {"eager": 4.0, "compile": 3.0, "triton": 1.0, "tilelang": 2.0}
@@ -60,9 +60,19 @@ def test_marks():
 
 def test_caption_and_backends():
     figure = draw("ulp", rows(), meta=STAMP, backends=("eager", "triton"))
-    assert figure.get_supxlabel().startswith("NVIDIA Test, 2026-01-02, fp16.")
+    assert figure.get_supxlabel().startswith("NVIDIA Test, 2026-01-02, fp16. STALE KERNELS. Bold")
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels[:2] == ["eager", "triton"] and "tilelang" not in labels
+
+
+def test_graphed_arms_are_drawn_where_they_are_asked_for():
+    more = [*rows(), *(made_row("toy", case, "triton_graphed", [1.0]) for case in ("small", "large"))]
+    more += [made_row("toy", case, "eager_graphed", [3.0]) for case in ("small", "large")]
+    plain = [text.get_text() for text in draw("speedup", more, op="toy").legends[0].get_texts()]
+    assert not any("graphed" in label for label in plain)
+    axis = draw("speedup", more, op="toy", backends=("triton", "triton_graphed")).axes[0]
+    assert lines(axis, STYLES["triton_graphed"][0])[1] == [3.0, 3.0]
+    assert len({marker for _, marker in STYLES.values()}) == len({colour for colour, _ in STYLES.values()}) == 7
 
 
 @pytest.mark.parametrize(
