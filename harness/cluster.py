@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 import dask
-from distributed import Client, Nanny, Scheduler, SpecCluster
+from distributed import Client, KilledWorker, Nanny, Scheduler, SpecCluster
 
 from harness import comparison, remote, stamp
 from harness.record import Record, Row
@@ -31,7 +31,7 @@ Echo = Callable[[str], None]
 
 
 class NoWorkers(RuntimeError):
-    """No worker answered, or there are fewer GPUs than workers were asked for."""
+    """No worker answers or can measure, or there are fewer GPUs than workers were asked for."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,10 @@ def ask(client: Client, lab: str, addresses: Sequence[str], method: str, *argume
         client.submit(remote.ask, lab, method, *arguments, workers=[each], resources={"GPU": 1}, pure=False)
         for each in addresses
     ]
-    return dict(zip(addresses, client.gather(futures), strict=True))
+    try:
+        return dict(zip(addresses, client.gather(futures), strict=True))
+    except (RuntimeError, KilledWorker) as error:
+        raise NoWorkers(f"a worker cannot measure: {error}") from error
 
 
 def survey(client: Client, lab: str, families: Sequence[str], allow_busy: bool) -> list[Card]:

@@ -169,7 +169,7 @@ def _open(job: Job, groups: Sequence[Group]) -> list[Work]:
         work = Work(group, {}, deque())
         for name, selection in job.selections.items():
             path = _folder(job, group, len(groups)) / f"{name}.json"
-            run = sweeper.resume(path, dict(group.cards[0].stamps[name]), job.echo)
+            run = sweeper.resume(path, {**group.cards[0].stamps[name], "argv": stamp.argv()}, job.echo)
             work.books[name] = Book(path, run)
             if run.rows:
                 cards = run.meta.get("cards", {})
