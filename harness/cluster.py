@@ -6,11 +6,9 @@ Dask schedules, retries and shows (its dashboard); this module says what a task 
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -18,7 +16,7 @@ import dask
 from distributed import Client, KilledWorker, Nanny, Scheduler, SpecCluster
 
 from harness import comparison, remote, stamp
-from harness.record import Record, Row
+from harness.record import Row
 from harness.remote import Cards, Task
 from harness.statistic import geometric_mean
 
@@ -95,7 +93,7 @@ def connect(workers: str | int, found: Sequence[str] | None = None, patience_s: 
     }
     # Loopback: nobody else is to reach this scheduler.
     scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:0"}}
-    with dask.config.set({"distributed.scheduler.allowed-failures": 1}):
+    with dask.config.set({"distributed.scheduler.allowed-failures": 0}):
         with SpecCluster(workers=spec, scheduler=scheduler, silence_logs=50) as cluster, Client(cluster) as client:
             client.wait_for_workers(wanted, timeout=patience_s)
             yield client
@@ -107,8 +105,7 @@ def attach(address: str, patience_s: float = PATIENCE_S) -> Client:
     try:
         client = Client(address, timeout=patience_s)
         client.wait_for_workers(1, timeout=patience_s)
-        # Retried once elsewhere; its own default is three times.
-        client.run_on_scheduler(_allow_one_failure)
+        client.run_on_scheduler(_report_deaths)
     except (OSError, TimeoutError) as error:
         if client is not None:
             client.close(timeout=1)
@@ -116,8 +113,9 @@ def attach(address: str, patience_s: float = PATIENCE_S) -> Client:
     return client
 
 
-def _allow_one_failure(dask_scheduler: Any) -> None:
-    dask_scheduler.allowed_failures = 1
+def _report_deaths(dask_scheduler: Any) -> None:
+    """A case whose worker died comes back at once; given to a busy worker, it could die of that one's case."""
+    dask_scheduler.allowed_failures = 0
 
 
 def resources(client: Client) -> dict[str, dict[str, float]]:
@@ -148,7 +146,7 @@ def survey(client: Client, lab: str, families: Sequence[str], allow_busy: bool) 
     addresses = list(resources(client))
     found = ask(client, lab, addresses, "identity")
     stamps = ask(client, lab, addresses, "stamps", tuple(families), allow_busy)
-    cards = [Card(each, stamps=stamps[each], **found[each]) for each in addresses]
+    cards = sorted((Card(each, stamps=stamps[each], **found[each]) for each in addresses), key=lambda card: card.uuid)
     doubled = {card.uuid for card in cards if [other.uuid for other in cards].count(card.uuid) > 1}
     if doubled:
         raise NoWorkers(f"several workers share the card {', '.join(sorted(doubled))}: start one per GPU")
@@ -190,15 +188,12 @@ def differing(cards: Sequence[Card], rows: Mapping[str, list[Row]]) -> dict[str,
     """
     first: dict[str, Card] = {}
     apart = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for card in cards:
-            path = Path(folder) / f"{card.uuid}.json"
-            Record({"gpu": card.gpu}, rows[card.uuid]).save(path)
-            base = first.setdefault(card.gpu, card)
-            changes = comparison.compare(Path(folder) / f"{base.uuid}.json", path)
-            told = [change.verdict for change in changes if change.verdict in ("faster", "slower")]
-            if any(2 * told.count(verdict) > len(changes) for verdict in set(told)):
-                apart[card.uuid] = f"against {base.uuid}: {comparison.summary(changes)}"
+    for card in cards:
+        base = first.setdefault(card.gpu, card)
+        changes = comparison.compare_rows(rows[base.uuid], rows[card.uuid])
+        told = [change.verdict for change in changes if change.verdict in ("faster", "slower")]
+        if any(2 * told.count(verdict) > len(changes) for verdict in set(told)):
+            apart[card.uuid] = f"against {base.uuid}: {comparison.summary(changes)}"
     return apart
 
 

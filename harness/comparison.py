@@ -41,10 +41,15 @@ def compare(a: str | Path, b: str | Path, *, foreign: bool = False) -> list[Chan
             raise ForeignGpu(
                 f"{name}: runs of {' and '.join(sorted(map(str, cards)))}; --foreign compares all the same"
             )
-        rows_a, rows_b = ({row_key(row): row for row in run.rows} for run in (one, two))
-        for key in dict.fromkeys([*rows_a, *rows_b]):
-            changes += [_change(key, phase, rows_a.get(key), rows_b.get(key)) for phase in PHASES]
+        changes += compare_rows(one.rows, two.rows)
     return changes
+
+
+def compare_rows(a: Iterable[Row], b: Iterable[Row]) -> list[Change]:
+    """Every row of two runs, by its key."""
+    rows_a, rows_b = ({row_key(row): row for row in rows} for rows in (a, b))
+    keys = dict.fromkeys([*rows_a, *rows_b])
+    return [_change(key, phase, rows_a.get(key), rows_b.get(key)) for key in keys for phase in PHASES]
 
 
 def _runs(path: str | Path) -> dict[str, Record]:

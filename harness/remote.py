@@ -90,7 +90,10 @@ class Cards(WorkerPlugin):
         """Asks the card who it is; the worker's event loop must go on meanwhile."""
         card = await asyncio.to_thread(ask, self.lab, "identity")
         together = int(self.members is None or card["uuid"] in self.members)
-        await worker.set_resources(**{"GPU": 1, kind(card["gpu"]): together, single(card["uuid"]): 1})
+        before = dict.fromkeys(
+            (each for each in worker.state.total_resources if each.startswith(("KIND ", "CARD "))), 0
+        )
+        await worker.set_resources(**{**before, "GPU": 1, kind(card["gpu"]): together, single(card["uuid"]): 1})
 
     def teardown(self, worker: Worker) -> None:
         """Ends the measuring process, unless the plugin's successor goes on with it."""

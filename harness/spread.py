@@ -7,9 +7,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any
 
-from distributed import CancelledError, Client, Future, KilledWorker, wait
+from distributed import CancelledError, Client, Future, KilledWorker
 from distributed.comm import CommClosedError
 
 from harness import cluster, remote, stamp, sweeper
@@ -58,6 +59,8 @@ class Work:
     books: dict[str, Book]
     todo: deque[Task]
     known: dict[str, Any] = field(default_factory=dict)
+    # Cases whose worker died.
+    again: set[Task] = field(default_factory=set)
 
 
 @dataclass
@@ -239,6 +242,7 @@ def _settle(job: Job, work: Sequence[Work], patience_s: float) -> None:
 def _post(client: Client, job: Job, work: Sequence[Work], patience_s: float) -> bool:
     """Keeps every worker at one case; False where the scheduler was lost, with all that is missing back in `todo`."""
     active: dict[Future, tuple[Work, Task]] = {}
+    news = Event()
     total = sum(len(each.todo) for each in work)
     started = seen = time.monotonic()
     count = 0
@@ -250,14 +254,21 @@ def _post(client: Client, job: Job, work: Sequence[Work], patience_s: float) -> 
             elif time.monotonic() - seen > patience_s:
                 raise cluster.NoWorkers("no worker is left; finished cases are kept")
             for each in work:
-                _send(client, job, each, active, sum(r.get(each.group.resource, 0) > 0 for r in held.values()))
-            _await(active)
+                _send(client, job, each, active, news, sum(r.get(each.group.resource, 0) > 0 for r in held.values()))
+            # The timeout is for what no future tells: a worker that joined, a scheduler that is gone.
+            news.wait(timeout=1)
+            news.clear()
             for future in [future for future in active if future.status != "pending"]:
                 if future.status in ("cancelled", "lost"):
                     return False
                 each, task = active[future]
                 rows = _rows(future, each, task)
                 del active[future]
+                if rows is None:
+                    each.again.add(task)
+                    each.todo.append(task)
+                    job.echo(f"{task.op} {task.case}: its worker died; once more elsewhere")
+                    continue
                 each.books[task.family].put(rows, job.echo)
                 count += 1
                 spent = time.monotonic() - started
@@ -276,7 +287,9 @@ def _post(client: Client, job: Job, work: Sequence[Work], patience_s: float) -> 
     return True
 
 
-def _send(client: Client, job: Job, work: Work, active: dict[Future, tuple[Work, Task]], workers: int) -> None:
+def _send(
+    client: Client, job: Job, work: Work, active: dict[Future, tuple[Work, Task]], news: Event, workers: int
+) -> None:
     """One case a worker and no more: a worker that dies takes nothing else with it."""
     out = sum(each is work for each, _ in active.values())
     while work.todo and out < workers:
@@ -286,24 +299,20 @@ def _send(client: Client, job: Job, work: Work, active: dict[Future, tuple[Work,
         future = client.submit(
             remote.measure, job.lab, work.known, task, resources=wanted, pure=False, key=(name, id(task))
         )
+        future.add_done_callback(lambda _: news.set())
         active[future] = (work, task)
         out += 1
 
 
-def _await(active: dict[Future, tuple[Work, Task]]) -> None:
-    if not active:
-        time.sleep(0.2)
-        return
-    try:
-        wait(list(active), timeout=1, return_when="FIRST_COMPLETED")
-    except (TimeoutError, CancelledError):
-        return
+def _rows(future: Future, work: Work, task: Task) -> list[Row] | None:
+    """The case's rows, marked where other GPUs' work lengthens the host's walls; failed ones where it came to nothing.
 
-
-def _rows(future: Future, work: Work, task: Task) -> list[Row]:
-    """The case's rows, marked where other GPUs' work lengthens the host's walls; failed ones where it came to nothing."""
+    None where its worker died for the first time.
+    """
     error = future.exception() if future.status == "error" else None
     if isinstance(error, KilledWorker):
+        if task not in work.again:
+            return None
         return task.failed(task.backends, "the worker died while it measured this, and so did the next one")
     if error is not None:
         return task.failed(task.backends, str(error))

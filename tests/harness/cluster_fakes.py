@@ -14,18 +14,22 @@ from kernels import UnsupportedCase
 
 
 class FakeLab:
-    """The card's UUID is what CUDA_VISIBLE_DEVICES says; FAKE_LAB is a folder that keeps a line of each case begun."""
+    """The card's UUID is what CUDA_VISIBLE_DEVICES says.
+
+    FAKE_LAB is a folder: each case's file there has a line for each time that it was begun, and the tests plan with
+    "other", "new" and "slow" which card is of another kind, has another driver, or takes twice as long.
+    """
 
     def __init__(self):
         self.name = os.environ["CUDA_VISIBLE_DEVICES"]
         self.log = Path(os.environ["FAKE_LAB"])
 
     def identity(self):
-        kind = "Other" if self.name.startswith("other") else "Test"
+        kind = "Other" if self.planned("other") else "Test"
         return {"gpu": f"NVIDIA {kind}", "uuid": self.name, "host": "here"}
 
     def stamps(self, families, allow_busy):
-        software = {"driver": "2"} if self.name.startswith("new") else {}
+        software = {"driver": "2"} if self.planned("new") else {}
         return {family: {**STAMP, "gpu": self.identity()["gpu"], **software} for family in families}
 
     def ceilings(self):
@@ -48,10 +52,17 @@ class FakeLab:
         if case.startswith("killer") or (case.startswith("killed") and begun == 1):
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(30)
-        time.sleep(0.02)
-        slow = 2.0 if self.name.startswith("slow") else 1.0
-        wall = 100.0 * (2 if len(list(self.log.glob("busy-*"))) else 1)
+        if case.startswith("waits"):
+            while not (self.log / "go").exists():
+                time.sleep(0.02)
+        slow = 2.0 if self.planned("slow") else 1.0
+        # The probe comes alone first, and then on every card at once.
+        wall = 150.0 if self.planned("crowded") and begun > 1 else 100.0
         return [made_row(op, case, b, [slow, 1.01 * slow], dtype=dtype, wall=wall, pid=os.getpid()) for b in backends]
+
+    def planned(self, what):
+        plan = self.log / what
+        return plan.exists() and self.name in plan.read_text().split()
 
     def begin(self, case):
         """How often this case was begun, on any card."""
