@@ -23,6 +23,8 @@ from harness.statistic import geometric_mean
 GPU_LAB = "harness.lab:GpuLab"
 # A wall that moves by more than this once the host's other GPUs are busy is marked.
 SHARED = 0.10
+# How many cases are tried for one that every card can run.
+PROBES = 3
 # How long a client waits for a scheduler and its first worker.
 PATIENCE_S = 60.0
 Echo = Callable[[str], None]
@@ -215,24 +217,20 @@ def contention(alone: Sequence[Row], busy: Sequence[Row]) -> dict[str, float] | 
 
 
 def probe(
-    client: Client, lab: str, cards: Sequence[Card], known: Mapping[str, Any], task: Task
+    client: Client, lab: str, cards: Sequence[Card], known: Mapping[str, Any], tasks: Sequence[Task]
 ) -> tuple[dict[str, list[Row]], dict[str, dict[str, Any]]]:
     """One case alone on each host and then on every card at once: {UUID: rows}, and each host's contention.
 
-    The compile arm is left out: what is compared is cards and hosts, and it takes longest.
+    The first of some cases that comes to a time on every card; the compile arm is left out, since it takes longest and
+    what is compared is cards and hosts.
     """
-    light = replace(task, backends=tuple(b for b in task.backends if b != "compile") or task.backends)
     firsts = {card.host: card for card in reversed(cards)}
-
-    def run(some: Sequence[Card]) -> dict[str, list[Row]]:
-        futures = [
-            client.submit(remote.measure, lab, known, light, workers=[c.address], resources={"GPU": 1}, pure=False)
-            for c in some
-        ]
-        return {card.uuid: rows for card, rows in zip(some, client.gather(futures), strict=True)}
-
-    alone = run(list(firsts.values()))
-    busy = run(cards)
+    for task in tasks[:PROBES]:
+        light = replace(task, backends=tuple(b for b in task.backends if b != "compile") or task.backends)
+        alone = _measure(client, lab, list(firsts.values()), known, light)
+        busy = _measure(client, lab, cards, known, light)
+        if all(any(row["status"] == "ok" for row in rows) for rows in busy.values()):
+            break
     shared = {}
     for host, card in firsts.items():
         count = sum(each.host == host for each in cards)
@@ -241,3 +239,17 @@ def probe(
             differs = abs(ratios["wall"] - 1) > SHARED
             shared[host] = {**ratios, "gpus": count, "case": f"{task.op} {task.case}", "differs": differs}
     return busy, shared
+
+
+def _measure(
+    client: Client, lab: str, cards: Sequence[Card], known: Mapping[str, Any], task: Task
+) -> dict[str, list[Row]]:
+    """The case's rows on each of these cards at the same time; none where its worker died."""
+    futures = {
+        # By its card, since a worker that starts again has another address.
+        card.uuid: client.submit(
+            remote.measure, lab, known, task, resources={"GPU": 1, remote.single(card.uuid): 1}, pure=False
+        )
+        for card in cards
+    }
+    return {uuid: [] if future.exception() else future.result() for uuid, future in futures.items()}

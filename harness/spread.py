@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 from typing import Any
+from uuid import uuid4
 
 from distributed import CancelledError, Client, Future, KilledWorker
 from distributed.comm import CommClosedError
 
 from harness import cluster, remote, stamp, sweeper
+from harness.book import Book
 from harness.cluster import GPU_LAB, PATIENCE_S, Echo, Group
 from harness.measure import BACKENDS
 from harness.record import Record, Row
@@ -24,31 +26,6 @@ from kernels.registry import Op, families
 
 class LostScheduler(RuntimeError):
     """The scheduler went away and did not come back; finished cases are kept, and the same command goes on."""
-
-
-@dataclass
-class Book:
-    """A record that is written after each case; where that fails its rows wait in memory for the next time."""
-
-    path: Path
-    run: Record
-    unsaved: bool = False
-
-    def put(self, rows: Sequence[Row], echo: Echo) -> None:
-        """Adds rows and writes the file."""
-        self.run.put(rows)
-        self.save(echo)
-
-    def save(self, echo: Echo) -> bool:
-        """Whether the file now holds every row; on a full disk the old file stays whole."""
-        try:
-            self.run.save(self.path)
-        except OSError as error:
-            self.unsaved = True
-            echo(f"{self.path}: {error.strerror or error}; its rows are kept in memory, and written with the next case")
-            return False
-        self.unsaved = False
-        return True
 
 
 @dataclass
@@ -142,7 +119,7 @@ def _prepare(client: Client, job: Job, allow_busy: bool, jobs: int | None) -> li
     known |= {card.uuid: measured[card.address][0] for card in cards if card.address in measured}
     shared: dict[str, dict[str, Any]] = {}
     if len(cards) > 1:
-        busy, shared = cluster.probe(client, job.lab, cards, known, todo[0])
+        busy, shared = cluster.probe(client, job.lab, cards, known, todo)
         differing = cluster.differing([card for card in cards if card.uuid not in apart], busy)
         if differing:
             apart |= differing
@@ -201,7 +178,9 @@ def _note(
     if found or not path.exists():
         meta = {**next(iter(work.books.values())).run.meta, "ceilings": first}
         meta.pop("kernels_sha256", None)
-        Book(path, Record(meta, found)).save(job.echo)
+        new = {row["uuid"] for row in found}
+        before = [row for row in sweeper.resume(path, meta, job.echo).rows if row.get("uuid") not in new]
+        Book(path, Record(meta, [*before, *found])).save(job.echo)
 
 
 def _run(client: Client, job: Job, work: Sequence[Work], address: str | None, patience_s: float) -> None:
@@ -297,7 +276,7 @@ def _send(
         wanted = {"GPU": 1, work.group.resource: 1}
         name = f"{task.op} {task.case} {task.dtype}"
         future = client.submit(
-            remote.measure, job.lab, work.known, task, resources=wanted, pure=False, key=(name, id(task))
+            remote.measure, job.lab, work.known, task, resources=wanted, pure=False, key=f"{name} {uuid4().hex}"
         )
         future.add_done_callback(lambda _: news.set())
         active[future] = (work, task)

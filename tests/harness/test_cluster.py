@@ -83,7 +83,7 @@ def begun(log, name):
 
 def test_everything_that_can_befall_a_case(four, tmp_path, log):
     good = ("a0", "killed", *(f"b{i}" for i in range(9)))
-    (out,), said = sweep(four, tmp_path / "out", (good[0], *FATAL, "dead", *good[1:]))
+    (out,), said = sweep(four, tmp_path / "out", ("segv", "a0", *FATAL[:1], *FATAL[2:], "dead", *good[1:]))
     found = rows(out)
     assert set(found) == {*good, *FATAL, "dead"} and {len(each) for each in found.values()} == {2}
     for name, why in zip(FATAL, ("exit code 3", "SIGSEGV", "planted", "so did the next one"), strict=True):
