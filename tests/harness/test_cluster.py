@@ -83,7 +83,7 @@ def begun(log, name):
 
 def test_everything_that_can_befall_a_case(four, tmp_path, log):
     good = ("a0", "killed", *(f"b{i}" for i in range(9)))
-    (out,), said = sweep(four, tmp_path / "out", ("segv", "a0", *FATAL[:1], *FATAL[2:], "dead", *good[1:]))
+    (out,), said = sweep(four, tmp_path / "out", ("raise", "a0", "exit", "segv", "killer", "dead", *good[1:]))
     found = rows(out)
     assert set(found) == {*good, *FATAL, "dead"} and {len(each) for each in found.values()} == {2}
     for name, why in zip(FATAL, ("exit code 3", "SIGSEGV", "planted", "so did the next one"), strict=True):
@@ -91,13 +91,8 @@ def test_everything_that_can_befall_a_case(four, tmp_path, log):
     # An arm that kills the card costs itself, and the other goes on in a new process.
     assert {row["backend"]: row["status"] for row in found["dead"]} == {"triton": "failed", "eager": "ok"}
     assert all(row["status"] == "ok" and row["uuid"] in CARDS for name in good for row in found[name])
-    # Once more elsewhere where a worker died, and no case of another worker goes with it.
-    assert {name: begun(log, name) for name in ("killed", "killer", "b0", "b8")} == {
-        "killed": 2,
-        "killer": 2,
-        "b0": 1,
-        "b8": 1,
-    }
+    # Once more elsewhere where a worker died. (A result that was still on it is measured again too.)
+    assert begun(log, "killed") == begun(log, "killer") == 2
     cards = record.load(out / "toy.json").meta["cards"]
     assert {uuid: card["ceilings"]["card"] for uuid, card in cards.items()} == dict(zip(CARDS, CARDS, strict=True))
     assert any(line.startswith("[ 16/16] toy ") for line in said)
