@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from harness import comparison, figure, quickcheck, stamp, sweeper, throttle, verdicts
 from harness.measure import DeadContext
@@ -31,6 +32,9 @@ def parser() -> argparse.ArgumentParser:
     sweep.add_argument("--op", help="only this op")
     sweep.add_argument("--case", default="*", help="only cases whose name matches this shell pattern")
     sweep.add_argument("--jobs", type=int, help="processes that compile beforehand (number of CPUs; 0: none)")
+    sweep.add_argument(
+        "--workers", metavar="N|ADDRESS", help="on N GPUs of this machine, or on the workers of a Dask scheduler"
+    )
     sweep.add_argument("--retry", action="store_true", help="measure failed and invalid rows again")
     sweep.add_argument("--figures", default="out/figures", help="folder of the figures")
 
@@ -82,6 +86,8 @@ def _quick(arguments: argparse.Namespace) -> int:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
+    if arguments.workers:
+        return _sweep_workers(arguments)
     try:
         folder = sweeper.sweep(
             arguments.family,
@@ -100,9 +106,30 @@ def _sweep(arguments: argparse.Namespace) -> int:
         again = [argument for argument in sys.argv[1:] if argument != "--retry"]
         # Replacing this process frees the memory that its dead context holds.
         os.execv(sys.executable, [sys.executable, "-m", "harness", *again])
-    print(f"figures in {figure.figures(folder, arguments.figures)}")
-    print(verdicts.verdict(folder, "fp16" if arguments.dtype == "all" else arguments.dtype, format="text"))
+    _show(folder, arguments)
     return 0
+
+
+def _sweep_workers(arguments: argparse.Namespace) -> int:
+    try:
+        from harness import cluster, spread
+    except ImportError as error:
+        print(f"harness: --workers needs the extra `cluster` ({error}): pip install -e '.[cluster]'", file=sys.stderr)
+        return 2
+    options = ("family", "dtype", "out", "case", "op", "jobs", "retry", "allow_busy")
+    try:
+        folders = spread.sweep(arguments.workers, **{name: getattr(arguments, name) for name in options})
+    except (cluster.NoWorkers, spread.LostScheduler, OSError) as error:
+        print(f"harness: {error}", file=sys.stderr)
+        return 2
+    for folder in folders:
+        _show(folder, arguments, Path(arguments.figures) / folder.name if len(folders) > 1 else None)
+    return 0
+
+
+def _show(folder: Path, arguments: argparse.Namespace, figures: Path | None = None) -> None:
+    print(f"figures in {figure.figures(folder, figures or arguments.figures)}")
+    print(verdicts.verdict(folder, "fp16" if arguments.dtype == "all" else arguments.dtype, format="text"))
 
 
 def _verdict(arguments: argparse.Namespace) -> int:

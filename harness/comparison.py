@@ -59,9 +59,7 @@ def compare(a: str | Path, b: str | Path, *, foreign: bool = False) -> list[Chan
         one, two = first.get(name, Record({})), second.get(name, Record({}))
         if not foreign:
             _refuse_unlike(name, [run for run in (one, two) if run.meta])
-        rows_a, rows_b = ({row_key(row): row for row in run.rows} for run in (one, two))
-        for key in dict.fromkeys([*rows_a, *rows_b]):
-            changes += [_change(key, phase, rows_a.get(key), rows_b.get(key)) for phase in PHASES]
+        changes += compare_rows(one.rows, two.rows)
     return changes
 
 
@@ -73,6 +71,13 @@ def _refuse_unlike(name: str, runs: Sequence[Record]) -> None:
     if len(schemas) > 1:
         both = " and ".join(map(str, schemas))
         raise MixedSchemas(f"{name}: files of schema {both}, which may mean other things by a key; --foreign compares")
+
+
+def compare_rows(a: Iterable[Row], b: Iterable[Row]) -> list[Change]:
+    """Every row of two runs, by its key."""
+    rows_a, rows_b = ({row_key(row): row for row in rows} for rows in (a, b))
+    keys = dict.fromkeys([*rows_a, *rows_b])
+    return [_change(key, phase, rows_a.get(key), rows_b.get(key)) for key in keys for phase in PHASES]
 
 
 def _runs(path: str | Path) -> dict[str, Record]:

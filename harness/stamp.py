@@ -163,12 +163,17 @@ def environment(family: str | None = None) -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "tf32": torch.backends.cuda.matmul.allow_tf32,
         **_git(),
-        "argv": ["harness", *sys.argv[1:]] if Path(sys.argv[0]).parent.name == "harness" else ["harness (imported)"],
+        "argv": argv(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     if family is not None:
         stamp["kernels_sha256"] = kernels_sha256(family)
     return stamp
+
+
+def argv() -> list[str]:
+    """The command line, where this is one."""
+    return ["harness", *sys.argv[1:]] if Path(sys.argv[0]).parent.name == "harness" else ["harness (imported)"]
 
 
 def _card() -> dict[str, Any]:

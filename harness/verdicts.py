@@ -110,8 +110,8 @@ def _notes(
         absent = [case for case in mine if case not in rows]
         if absent:
             yield f"against {baselines(backend)[baseline]}: without {', '.join(absent)}"
-    for flag in ("noisy", "throttled"):
-        marked = [case for case, row in mine.items() if row[flag]]
+    for flag in ("noisy", "throttled", "wall_contended"):
+        marked = [case for case, row in mine.items() if row.get(flag)]
         if marked:
             yield f"{flag}: {', '.join(marked)}"
 
