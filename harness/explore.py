@@ -11,7 +11,8 @@ import torch
 
 from harness import ceilings as limits
 from harness import precision
-from harness.markup import Frame, body, mimebundle, page, png
+from harness.figure import plain
+from harness.markup import Frame, body, mimebundle, page, png, svg
 from harness.measure import BACKENDS, Plan, make_bench, measure_case
 from harness.record import Record, Row
 from harness.roofline import Point, draw_roofline, point, roofline_table
@@ -69,11 +70,23 @@ class Explore:
         title = f"{op}, {dtype}, {backend}"
         shares = [p.floor_us / p.dev_us for p in points if p.floor_us and p.dev_us]
         reached = f"{min(shares):.0%} to {max(shares):.0%} of the floor's rate" if shares else "nothing recorded"
-        figure = draw_roofline(
-            points, chosen, self.run.meta["ceilings"], title=title, backend=backend, kind=dtype, meta=self.run.meta
-        )
+        words = {backend: [f"{p.case}: {p.tflops(p.dev_us):.4g} TFLOP/s" for p in points if p.tflops(p.dev_us)]}
         return Frame(
-            png(figure), f"Roofline of {title}: {len(points)} cases, {reached}.", roofline_table([*chosen, *points])
+            svg(self._figure(op, dtype, backend, chosen), words),
+            f"Roofline of {title}: {len(points)} cases, {reached}.",
+            roofline_table([*chosen, *points]),
+        )
+
+    def _figure(self, op: str, dtype: str, backend: str, chosen: tuple[Point, ...] = ()) -> Any:
+        rows = [r for r in self.run.rows if (r["op"], r["dtype"], r["backend"]) == (op, dtype, backend)]
+        return draw_roofline(
+            [point(row) for row in rows],
+            chosen,
+            self.run.meta["ceilings"],
+            title=f"{op}, {dtype}, {backend}",
+            backend=backend,
+            kind=dtype,
+            meta=self.run.meta,
         )
 
     def error(self, op: str, dims: Dims, dtype: str, backend: str) -> str:
@@ -92,7 +105,7 @@ class Explore:
         return f"ULP against float64: {errors}" + (f" ({found.reason})" if found.reason else "")
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        return mimebundle(self.frame(*self.start), self._live, self._page)
+        return mimebundle(self.frame(*self.start), lambda: png(self._figure(*self.start)), self._live, self._page)
 
     def _page(self) -> str:
         tree: dict[str, Any] = {}
@@ -101,7 +114,8 @@ class Explore:
         return page(self.frame(*self.start), LABELS, tree)
 
     def _recorded(self) -> Iterator[tuple[str, str, str]]:
-        found = dict.fromkeys((row["op"], row["dtype"], row["backend"]) for row in self.run.rows)
+        kept = set(plain(row["backend"] for row in self.run.rows))
+        found = dict.fromkeys((r["op"], r["dtype"], r["backend"]) for r in self.run.rows if r["backend"] in kept)
         yield from sorted(found, key=lambda each: (each[0] != self.start[0], each[2] != self.start[2]))
 
     def _live(self) -> Any:
