@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import threading
 from collections.abc import Callable, Iterator
 from math import prod
@@ -12,6 +13,7 @@ import torch
 from harness import ceilings as limits
 from harness import precision
 from harness.figure import plain
+from harness.generated import Generated, as_html, generated
 from harness.markup import Frame, body, mimebundle, page, png, svg
 from harness.measure import BACKENDS, Plan, make_bench, measure_case
 from harness.record import Record, Row
@@ -34,6 +36,7 @@ class Explore:
         run: the recorded run whose card and cases stand beside the chosen call.
         op, dtype, backend: the first choice.
         measure: times one case and returns its row; this machine's GPU by default, None without one.
+        code: compiles one call and returns its kernels.
 
     Raises:
         ValueError: the run has no row of that op.
@@ -47,8 +50,9 @@ class Explore:
         backend: str = "triton",
         *,
         measure: Measure | None = None,
+        code: Callable[[str, Dims, str, str], list[Generated]] = generated,
     ) -> None:
-        self.run = run
+        self.run, self.code = run, code
         self.ops = list(dict.fromkeys(row["op"] for row in run.rows))
         if op not in self.ops:
             raise ValueError(f"Explore: got op {op!r}, wanted one of {', '.join(self.ops)}")
@@ -140,8 +144,9 @@ class _Live:
         self.check = W.Button(description="Check error")
         self.run = W.Button(description="Run", disabled=explore.measure is None)
         self.cancel = W.Button(description="Cancel", disabled=True)
+        self.show = W.Button(description="Show code")
         self.progress = W.IntProgress(max=ROUNDS, layout=W.Layout(visibility="hidden"))
-        self.said, self.drawn = W.HTML(), W.HTML()
+        self.said, self.drawn, self.code = W.HTML(), W.HTML(), W.HTML()
         if explore.measure is None:
             self.run.tooltip = "measuring needs a GPU"
             self.said.value = "No GPU here: costs, floors and small errors, no times."
@@ -152,12 +157,13 @@ class _Live:
         self.check.on_click(self._check)
         self.run.on_click(self._run)
         self.cancel.on_click(lambda _: self.stop.set())
+        self.show.on_click(self._show)
         self._new_case()
         row = W.Layout(flex_flow="row wrap")
         controls = W.HBox([self.op, self.case, self.dtype, self.backend], layout=row)
-        buttons = W.HBox([self.check, self.run, self.cancel, self.progress], layout=row)
+        buttons = W.HBox([self.check, self.run, self.cancel, self.show, self.progress], layout=row)
         self.box = W.VBox(
-            [controls, self.sizes, buttons, self.said, self.drawn], layout=W.Layout(align_items="flex-start")
+            [controls, self.sizes, buttons, self.said, self.drawn, self.code], layout=W.Layout(align_items="flex-start")
         )
 
     @property
@@ -194,6 +200,20 @@ class _Live:
 
     def _check(self, _: Any) -> None:
         self.said.value = self.explore.error(self.op.value, self.dims, self.dtype.value, self.backend.value)
+
+    def _show(self, _: Any) -> None:
+        self.show.disabled, self.code.value = True, "compiling, in seconds for Triton and tens of them for TileLang …"
+        what = (self.op.value, self.dims, self.dtype.value, self.backend.value)
+        self.thread = threading.Thread(target=self._generate, args=what, daemon=True)
+        self.thread.start()
+
+    def _generate(self, op: str, dims: Dims, dtype: str, backend: str) -> None:
+        try:
+            self.code.value = as_html(self.explore.code(op, dims, dtype, backend))
+        except Exception as error:  # shown where the reader looks, since a thread's traceback is not
+            self.code.value = f"no code to show: {html.escape(str(error))}"
+        finally:
+            self.show.disabled = False
 
     def _run(self, _: Any) -> None:
         self.stop.clear()

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from harness import ceilings, quickcheck, record, stamp, verdicts
+from harness import ceilings, generated, quickcheck, record, stamp, verdicts
 from harness.figure import GRAPHED, ordered
 from harness.panel import run_label
 from harness.record import Record, Row
 from harness.stamp import DATA, DTYPES, ROOT
 from harness.statistic import geometric_mean
+from kernels import UnsupportedCase
 from kernels.registry import families, ops
 
 PUBLISHED = DATA / "published" / "rtx4090.json"
@@ -40,6 +41,18 @@ def source(family: str, part: str, *names: str) -> Any:
         if len(texts) != 1:
             raise LookupError(f"{name}: in {len(texts)} of kernels/{family}/{part}*.py, wanted one")
     return Markdown("```python\n" + "\n\n\n".join(text for (text,) in found.values()) + "\n```")
+
+
+def code(op: str, case: str, backend: str, dtype: str = "fp16") -> Any:
+    """A case's forward as its compiler makes it: registers, spills and, folded away, TTGIR or CUDA source; or why not."""
+    from IPython.display import HTML, Markdown
+
+    dims = next(each.dims for each in ops()[op].cases if each.name == case)
+    try:
+        kernels = generated.generated(op, dims, dtype, backend, backward=False)
+    except UnsupportedCase as reason:
+        return Markdown(f"No code of {backend} to show here: {reason}")
+    return HTML(generated.as_html(kernels, only=("TTGIR", "CUDA")))
 
 
 def costs(family: str, cases: Sequence[str], dtype: str = "fp16") -> pd.DataFrame:
@@ -120,8 +133,20 @@ def floors(run: Record, op: str, dtype: str = "fp16", phase: str = "fwd") -> pd.
     return pd.DataFrame.from_dict(table, orient="index").rename_axis("case").round(2)
 
 
-def losses(run: Record, dtype: str = "fp16", *, clock: str = "dev_us") -> pd.DataFrame:
-    """Every row slower than eager or torch.compile on that clock, forward or forward + backward; worst first."""
+def targets(verdict: pd.DataFrame, wanted: Mapping[str, Mapping[str, float]]) -> pd.DataFrame:
+    """Goals set beforehand against a verdict: {op: {ratio: the least it should be}}; a row an op, backend and ratio."""
+    rows = [
+        (op, backend, ratio, least, float(str(verdict.loc[(op, backend), ratio])))
+        for op, goals in wanted.items()
+        for backend in verdict.loc[op].index
+        for ratio, least in goals.items()
+    ]
+    table = pd.DataFrame(rows, columns=("op", "backend", "ratio", "target", "measured"))
+    return table.assign(met=table.measured >= table.target)
+
+
+def losses(run: Record, dtype: str = "fp16", *, clock: str = "dev_us", below: float = 1.0) -> pd.DataFrame:
+    """Every row under `below` times the speed of eager or torch.compile on that clock, of either phase; worst first."""
     found = []
     for op in dict.fromkeys(row["op"] for row in run.rows):
         rows = {(row["case"], row["backend"]): row for row in _ok(run.rows, op, dtype)}
@@ -132,7 +157,7 @@ def losses(run: Record, dtype: str = "fp16", *, clock: str = "dev_us") -> pd.Dat
                     continue
                 for phase in ("fwd", "fwdbwd"):
                     ratio = min(other[phase][clock]) / min(row[phase][clock])
-                    if ratio < 1:
+                    if ratio < below:
                         found.append((op, case, backend, f"{phase} against {baseline}", round(ratio, 2)))
     table = pd.DataFrame(found, columns=("op", "case", "backend", "lost", "ratio"))
     return table.sort_values(["ratio", "op", "case", "backend", "lost"]).reset_index(drop=True)
