@@ -73,8 +73,10 @@ def generated(
     return [Generated(**each) for each in json.loads(done.stdout.strip().splitlines()[-1])]
 
 
-def as_html(kernels: Sequence[Generated], *, only: Sequence[str] = ("TTGIR", "PTX", "CUDA")) -> str:
-    """The kernels as a table, and their code folded away beneath it."""
+def as_html(
+    kernels: Sequence[Generated], *, only: Sequence[str] = ("TTGIR", "PTX", "CUDA"), most: int | None = None
+) -> str:
+    """The kernels as a table, and their code of the kinds in `only` folded away beneath it, `most` characters of each."""
     head = "".join(f"<th scope=col>{name}</th>" for name in _NAMES)
     lines = []
     for each in kernels:
@@ -83,12 +85,19 @@ def as_html(kernels: Sequence[Generated], *, only: Sequence[str] = ("TTGIR", "PT
         lines.append(f"<tr><th scope=row>{html.escape(each.name)}</th>{numbers}</tr>")
     folded = [
         f"<details><summary>{html.escape(each.name)}: {name}</summary>"
-        f'<pre tabindex="0" style="max-height: 30em; overflow: auto">{html.escape(text)}</pre></details>'
+        f'<pre tabindex="0" style="max-height: 30em; overflow: auto">{html.escape(_cut(text, most))}</pre></details>'
         for each in kernels
         for name, text in each.code.items()
         if name in only
     ]
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>{''.join(folded)}"
+
+
+def _cut(text: str, most: int | None) -> str:
+    if most is None or len(text) <= most:
+        return text
+    kept = text[:most].rpartition("\n")[0]
+    return f"{kept}\n… and {text.count(chr(10)) - kept.count(chr(10))} lines more"
 
 
 def _hosts(op: str, backend: str) -> tuple[FusedOp, Callable[..., Any], Callable[..., Any]]:
@@ -157,7 +166,11 @@ def _with_triton(run: Callable[[], None], capability: Sequence[int]) -> list[Gen
     made = []
     for kernel, launches in found.values():
         registers, spilled, _ = _resources(kernel.asm["ptx"])
-        code = {"TTGIR": str(kernel.asm["ttgir"]), "PTX": str(kernel.asm["ptx"])}
+        # Half of it says which source line an operation comes from.
+        ttgir = re.sub(
+            r"^#loc.*\n| loc\(#?[^()]*(\([^()]*\))?[^()]*\)", "", str(kernel.asm["ttgir"]), flags=re.MULTILINE
+        )
+        code = {"TTGIR": ttgir, "PTX": str(kernel.asm["ptx"])}
         made.append(Generated(kernel.metadata.name, launches, registers, spilled, kernel.metadata.shared, code))
     return made
 

@@ -19,6 +19,8 @@ from harness.statistic import geometric_mean
 from kernels import UnsupportedCase
 from kernels.registry import families, ops
 
+# Characters of a kernel's generated code that a notebook keeps.
+CODE = 12_000
 PUBLISHED = DATA / "published" / "rtx4090.json"
 
 
@@ -52,7 +54,7 @@ def code(op: str, case: str, backend: str, dtype: str = "fp16") -> Any:
         kernels = generated.generated(op, dims, dtype, backend, backward=False)
     except UnsupportedCase as reason:
         return Markdown(f"No code of {backend} to show here: {reason}")
-    return HTML(generated.as_html(kernels, only=("TTGIR", "CUDA")))
+    return HTML(generated.as_html(kernels, only=("TTGIR", "CUDA"), most=CODE))
 
 
 def costs(family: str, cases: Sequence[str], dtype: str = "fp16") -> pd.DataFrame:
