@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from harness import ceilings as limits
-from harness import stamp
-from harness.figure import CEILING, COLOURS, MARKERS, STYLE
+from harness.figure import CEILING, STYLE, colour, marker
 from harness.record import Row
 
 if TYPE_CHECKING:
@@ -82,17 +81,17 @@ def draw_roofline(
         done = [(p.intensity, rate) for p in points if (rate := p.tflops(p.dev_us))]
         if done:
             style: dict[str, Any] = {
-                "color": COLOURS[backend],
-                "marker": MARKERS[backend],
+                "color": colour(backend),
+                "marker": marker(backend),
                 "ls": "none",
                 "ms": 4,
                 "alpha": 0.7,
             }
-            axis.plot(*zip(*done, strict=True), label=f"{backend}, recorded", **style)
+            axis.plot(*zip(*done, strict=True), label=f"{backend}, recorded", gid=f"arm:{backend}:bold", **style)
         for p in chosen:
             rate = p.tflops(p.dev_us or p.floor_us)
             if rate:
-                face = COLOURS[backend] if p.dev_us else "none"
+                face = colour(backend) if p.dev_us else "none"
                 what = f"{p.case}: {'measured' if p.dev_us else 'at its floor'}"
                 axis.plot([p.intensity], [rate], "o", ms=8, mec=CEILING, mfc=face, mew=1.2, label=what)
         axis.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s", title=title)

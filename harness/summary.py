@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from harness import stamp
-from harness.figure import COLOURS, MARKERS, STYLE
+from harness.figure import GRAPHED, STYLE, colour, marker
 from harness.verdicts import BASELINES, Verdict
 
 if TYPE_CHECKING:
@@ -17,12 +16,12 @@ CLOCKS = {"dev": "forward, device", "fbdev": "forward + backward, device", "fb":
 
 
 def draw_summary(made: Sequence[Verdict], meta: Mapping[str, Any]) -> Figure:
-    """Ratios of the plain arms, above 1 to the right; filled against eager, hollow against torch.compile."""
+    """Ratios above 1 to the right; filled against eager, hollow against torch.compile. Graphed arms are left out."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    made = [verdict for verdict in made if verdict.values["backend"] in COLOURS]
+    made = [verdict for verdict in made if not verdict.values["backend"].endswith(GRAPHED)]
     names = list(dict.fromkeys(verdict.values["op"] for verdict in made))
     backends = list(dict.fromkeys(verdict.values["backend"] for verdict in made))
     with matplotlib.rc_context(STYLE):
@@ -30,7 +29,7 @@ def draw_summary(made: Sequence[Verdict], meta: Mapping[str, Any]) -> Figure:
         axes = figure.subplots(1, len(CLOCKS), sharey=True, sharex=True)
         for axis, (clock, title) in zip(axes, CLOCKS.items(), strict=True):
             for verdict in made:
-                colour, marker = COLOURS[verdict.values["backend"]], MARKERS[verdict.values["backend"]]
+                shade, shape = colour(verdict.values["backend"]), marker(verdict.values["backend"])
                 for at, baseline in enumerate(BASELINES):
                     ratio = verdict.ratios[f"{clock}_{baseline}"]
                     if ratio is None:
@@ -38,9 +37,9 @@ def draw_summary(made: Sequence[Verdict], meta: Mapping[str, Any]) -> Figure:
                     y = names.index(verdict.values["op"]) + 0.18 * (
                         backends.index(verdict.values["backend"]) * 2 + at - 1.5
                     )
-                    face = colour if baseline == "eager" else "white"
-                    axis.plot([ratio.low, ratio.high], [y, y], color=colour, lw=1)
-                    axis.plot([ratio.value], [y], marker, color=colour, mfc=face, ms=4)
+                    face = shade if baseline == "eager" else "white"
+                    axis.plot([ratio.low, ratio.high], [y, y], color=shade, lw=1)
+                    axis.plot([ratio.value], [y], shape, color=shade, mfc=face, ms=4)
             axis.axvline(1, color="#777777", lw=0.8)
             axis.set(xscale="log", title=title, xlabel="×")
             axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -59,7 +58,7 @@ def _handles(backends: Sequence[str]) -> list[Any]:
     from matplotlib.lines import Line2D
 
     return [
-        Line2D([], [], color=COLOURS[b], marker=MARKERS[b], mfc=face, ls="none", ms=4, label=f"{b} over {baseline}")
+        Line2D([], [], color=colour(b), marker=marker(b), mfc=face, ls="none", ms=4, label=f"{b} over {baseline}")
         for b in backends
-        for baseline, face in zip(BASELINES, (COLOURS[b], "white"), strict=True)
+        for baseline, face in zip(BASELINES, (colour(b), "white"), strict=True)
     ]
