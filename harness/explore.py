@@ -15,7 +15,7 @@ from harness import precision
 from harness.figure import plain
 from harness.generated import Generated, as_html, generated
 from harness.markup import Frame, body, mimebundle, page, png, svg
-from harness.measure import BACKENDS, Plan, make_bench, measure_case
+from harness.measure import Plan, make_bench, measure_case
 from harness.record import Record, Row
 from harness.roofline import Point, draw_roofline, point, roofline_table
 from harness.stamp import DTYPES

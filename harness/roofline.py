@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from harness import ceilings as limits
+from harness import stamp
 from harness.figure import CEILING, STYLE, colour, marker
 from harness.record import Row
 

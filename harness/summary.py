@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from harness import stamp
 from harness.figure import GRAPHED, STYLE, colour, marker
 from harness.verdicts import BASELINES, Verdict
 
