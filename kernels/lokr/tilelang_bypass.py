@@ -7,7 +7,7 @@ backward  P = w1ᵀ G,  grad_X = scale · P w2,  grad_w2 = scale · Σ_t Pᵀ X
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,16 +41,38 @@ def resident_blocks(side1: Side, side2: Side, itemsize: int, target: Target) -> 
     return (a, b, c, d) if max(a * b, c * d, b * d, a * c, b * c) * itemsize <= 16384 else None
 
 
-def forward_config(tokens: int, sms: int) -> Bypass:
-    """The forward's launch: four blocks an SM."""
+def _pair_elements(side: Side, rows: int, cols: int, target: Target) -> int:
+    """Elements of the tiles that a pair is multiplied out from."""
+    return side.block_r(target) * (rows + cols)
+
+
+def forward_config(
+    side1: Side, side2: Side, blocks: Blocks, itemsize: int, tokens: int, sms: int, target: Target
+) -> Bypass | None:
+    """The forward's launch: four blocks an SM. None where a block's shared memory can't hold its tiles."""
+    a, b, c, d = blocks
     span = _span(tokens, 4 * sms)
-    return Bypass(span, 128, min(2, span))
+    held = a * b + c * d + a * d + a * c + _pair_elements(side1, a, b, target) + _pair_elements(side2, c, d, target)
+    return _fitting(Bypass(span, 128, min(2, span)), held * itemsize, b * d * itemsize, target)
 
 
-def backward_config(tokens: int, sms: int) -> Bypass:
-    """The backward's launch: two blocks an SM."""
+def backward_config(
+    side1: Side, side2: Side, blocks: Blocks, itemsize: int, tokens: int, sms: int, target: Target
+) -> Bypass | None:
+    """The backward's launch: two blocks an SM. None where a block's shared memory can't hold its tiles."""
+    a, b, c, d = blocks
     span = _span(tokens, 2 * sms)
-    return Bypass(span, 128, min(2, span))
+    held = a * b + c * d + 2 * b * c + b * d
+    held += _pair_elements(side1, a, b, target) + _pair_elements(side2, c, d, target)
+    return _fitting(Bypass(span, 128, min(2, span)), held * itemsize, (a * c + b * d) * itemsize, target)
+
+
+def _fitting(config: Bypass, held: int, stage: int, target: Target) -> Bypass | None:
+    """`config` with as many stages of `stage` bytes as fit beside the `held` ones, or None where not even one does."""
+    if target.cpu:
+        return config
+    stages = min(config.stages, (target.shared_bytes - held - 1024) // stage)
+    return replace(config, stages=stages) if stages > 0 else None
 
 
 def _span(tokens: int, blocks: int) -> int:
@@ -80,7 +102,9 @@ def bypass_forward(
     y = out.view(-1, side1.rows, side2.rows)
     bias = None if base is None else ready(rows(base.float() if target.cpu else base)).view(y.shape)
     blocks = resident_blocks(side1, side2, x.itemsize, target)
-    if blocks is None:
+    if blocks is not None and config is None:
+        config = forward_config(side1, side2, blocks, x.itemsize, len(flat), sm_count(x.device), target)
+    if blocks is None or config is None:
         tilelang_tiled.apply(flat, side1, side2, scale, bias, y)
         return out, ()
     run = build(
@@ -91,7 +115,7 @@ def bypass_forward(
         dtype=dtype_name(x.dtype),
         out_dtype=dtype_name(out_dtype),
         base_dtype=None if bias is None else dtype_name(bias.dtype),
-        config=config or forward_config(flat.shape[0], sm_count(x.device)),
+        config=config,
     )
     run(flat, side1.wa, side1.wb, side2.wa, side2.wb, bias, y, scale)
     return out, ()
@@ -117,9 +141,10 @@ def bypass_backward(
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs[0] else None
     gx = None if grad_x is None else grad_x.view(flat.shape)
     blocks = resident_blocks(side1, side2, x.itemsize, target)
-    if blocks is None:
+    if blocks is not None and config is None:
+        config = backward_config(side1, side2, blocks, x.itemsize, len(flat), sm_count(x.device), target)
+    if blocks is None or config is None:
         return grad_x, *tilelang_tiled.gradients(g, flat, side1, side2, scale, needs, gx)
-    config = config or backward_config(flat.shape[0], sm_count(x.device))
     programs = cdiv(flat.shape[0], config.span)
     plan = GradPlan(scale)
     parts1, scale1 = plan.add(side1, programs, needs[1], needs[2])
