@@ -27,14 +27,6 @@ def forward(
     tokens = T.dynamic("tokens")
 
     in_registers = _rows_suit(dsl, BLOCK_A, config.threads, dtype)
-    # Copies that nothing waits for take whole tiles; else TileLang's pipeline masks them.
-    whole = not dsl.cpu and (A, B, C, D) == blocks and not BLOCK_R1 and not BLOCK_R2
-    DEPTH = config.stages if whole else 1
-
-    @T.macro
-    def prefetch(x, x_tile, token, slot):  # type: ignore[no-untyped-def]
-        rows = x_tile[slot * BLOCK_B : slot * BLOCK_B + BLOCK_B, :]
-        T.async_copy(x[T.min(token, x.shape[0] - 1), 0:BLOCK_B, 0:BLOCK_D], rows)
 
     @T.prim_func
     def kernel(
@@ -46,55 +38,45 @@ def forward(
         base: T.Tensor((tokens, A, C), base_dtype or out_dtype),
         out: T.Tensor((tokens, A, C), out_dtype),
         scale: T.float32,
+        programs: T.int32,
     ):
         T.annotate_pass_configs(dsl.passes(config.passes))
-        with T.Kernel(T.ceildiv(tokens, config.span), threads=config.threads) as pid:
+        with T.Kernel(programs, threads=config.threads) as pid:
             w1 = dsl.shared((BLOCK_A, BLOCK_B), dtype)
             w2 = dsl.shared((BLOCK_C, BLOCK_D), dtype)
             factors = dsl.shared((2,), "float32")
-            x_tile = dsl.shared((DEPTH * BLOCK_B, BLOCK_D), dtype)
+            x_next = dsl.fragment((BLOCK_B, BLOCK_D), dtype)
+            x_tile = dsl.shared((BLOCK_B, BLOCK_D), dtype)
             u = dsl.fragment((BLOCK_A, BLOCK_D))
             u_operand = (dsl.fragment if in_registers else dsl.shared)((BLOCK_A, BLOCK_D), dtype)
             top, u_factor, inverse = (dsl.fragment((BLOCK_A,)) for _ in range(3))
             y = dsl.fragment((BLOCK_A, BLOCK_C))
             y_tile = dsl.shared((BLOCK_A, BLOCK_C), out_dtype)
-            first = pid * config.span
-            if whole:
-                T.async_copy(wa1[0, 0], w1)
-                T.async_copy(wa2[0, 0], w2)
-                for slot in T.unroll(DEPTH):
-                    prefetch(x, x_tile, first + slot, slot)
-            else:
-                factor_operand(dsl, wa1, wb1, BLOCK_R1, w1, factors, 0)
-                factor_operand(dsl, wa2, wb2, BLOCK_R2, w2, factors, 1)
-            for step in T.serial(config.span) if whole else dsl.pipelined(config.span, config.stages):
-                row = step % DEPTH * BLOCK_B
-                if whole:
-                    if step + DEPTH <= config.span:
-                        T.ptx_wait_group(DEPTH - 1)
-                    else:
-                        T.ptx_wait_group(0)
-                    T.sync_threads()
-                else:
-                    T.copy(x[T.min(first + step, tokens - 1), 0, 0], x_tile)
+            if config.swizzled and not dsl.cpu:
+                dsl.swizzle(y_tile)
+            # Through registers and before the factors: all of a block's first loads are in flight at once.
+            T.copy(x[pid, 0, 0], x_next)
+            factor_operand(dsl, wa1, wb1, BLOCK_R1, w1, factors, 0)
+            factor_operand(dsl, wa2, wb2, BLOCK_R2, w2, factors, 1)
+            for step in T.serial(T.ceildiv(tokens - pid, programs) if config.walks else 1):
+                t = pid + step * programs
+                T.copy(x_next, x_tile)
+                if config.walks:
+                    if t + programs < tokens:
+                        T.copy(x[t + programs, 0, 0], x_next)
                 T.clear(u)
-                dsl.gemm(w1, x_tile[row : row + BLOCK_B, :], u, tall=in_registers)
+                dsl.gemm(w1, x_tile, u, tall=in_registers)
                 to_operand_by_row(dsl, u, u_operand, top, u_factor, inverse)
                 T.clear(y)
                 dsl.gemm(u_operand, w2, y, transpose_b=True, tall=in_registers)
                 for i, j in dsl.parallel(BLOCK_A, BLOCK_C):
                     y[i, j] *= unscaled(factors, BLOCK_R1, BLOCK_R2, scale * u_factor[i])
                 if base_dtype is not None:
-                    t = T.min(first + step, tokens - 1)
                     for i, j in dsl.parallel(BLOCK_A, BLOCK_C):
                         if i < A and j < C:
                             y[i, j] += T.cast(base[t, i, j], "float32")
                 T.copy(y, y_tile)
-                if first + step < tokens:
-                    T.copy(y_tile, out[first + step, 0, 0])
-                if whole:
-                    if step + DEPTH < config.span:
-                        prefetch(x, x_tile, first + step + DEPTH, step % DEPTH)
+                T.copy(y_tile, out[t, 0, 0])
 
     return kernel
 

@@ -130,7 +130,8 @@ def bypass_backward_config(
         return up, DownBackward(32, 32, 64, min(span, up.span), 128, 2, dtype is not torch.float32)
     if n_t <= 128:
         span = cdiv(n_t, 32) * 32
-        return Dual(32, 256, span, stages=min(3, span // 32)), DownBackward(32, 32, 128, span, stages=min(3, span // 32))
+        rows = 128 if n_t > 64 else 64
+        return Dual(rows, 128, rows, stages=1), DownBackward(32, 32, 128, span, stages=min(3, span // 32))
     if n_t <= 256:
         return Dual(32, 128, 32, stages=1), DownBackward(32, 32, 128, 32, stages=1)
     if n_t <= 2048:

@@ -193,7 +193,9 @@ def _down_backward_kernel(
             acc += tl.dot(tl.trans(operand), tile, input_precision=PRECISION) * factor
     if NEED_DOWN:
         at = (pid_t * n_r + offs_r.to(tl.int64)[:, None]) * n_i + offs_i[None, :]
-        tl.store(down_parts + at, (acc * down_scale).to(down_parts.dtype.element_ty), mask=mask_r[:, None] & mask_i[None, :])
+        tl.store(
+            down_parts + at, (acc * down_scale).to(down_parts.dtype.element_ty), mask=mask_r[:, None] & mask_i[None, :]
+        )
 
 
 def bypass_config(n_t: int, n_i: int, n_o: int, n_r: int, dtype: torch.dtype, sms: int) -> Bypass:
