@@ -88,6 +88,12 @@ class Dsl:
         """A tile that every thread of a block sees: shared memory, or an array on the CPU."""
         return self.T.alloc_local(shape, dtype) if self.cpu else self.T.alloc_shared(shape, dtype)
 
+    def swizzle(self, tile: Any) -> Any:
+        """Lays a shared tile out on CUDA so that what is written by columns and read by rows meets no bank twice."""
+        from tilelang.layout import make_swizzled_layout
+
+        return self.T.annotate_layout({tile: make_swizzled_layout(tile)})
+
     def fragment(self, shape: tuple[int, ...], dtype: str = "float32") -> Any:
         """A tile in registers, spread over the block's threads, or an array on the CPU."""
         return self.T.alloc_local(shape, dtype) if self.cpu else self.T.alloc_fragment(shape, dtype)
