@@ -103,9 +103,9 @@ class FusedOp:
         self, tensors: Tensors, scalars: Scalars, base: Tensor | None, backend: str, out_dtype: torch.dtype | None
     ) -> Choice:
         """Checks the arguments and says what computes every call of their kind."""
+        self.check(*tensors)
         check_backend(self.name, backend)
         device = self._check_devices(tensors, base)
-        self.check(*tensors)
         autocast = _autocast(tensors)
         if autocast is not None and any(t is not None and t.dtype is not autocast for t in tensors):
             return lambda tensors, base: self._run(_cast(tensors, autocast), scalars, base, backend, out_dtype)
@@ -123,7 +123,9 @@ class FusedOp:
             return lambda tensors, base: formula(tensors, base, out_dtype)
         needs = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in tensors)
         if torch.compiler.is_compiling():
-            return lambda tensors, base: self._library(*tensors, base, list(scalars), backend, out_dtype, list(needs))[0]
+            return lambda tensors, base: self._library(*tensors, base, list(scalars), backend, out_dtype, list(needs))[
+                0
+            ]
         backends.require(backend, device, compute)
         call = FusedCall(self, backend, scalars, out_dtype, needs, tensors)
         if any(needs) or (base is not None and base.requires_grad and torch.is_grad_enabled()):

@@ -112,7 +112,7 @@ class _Recorder(TorchDispatchMode):
             self._add(result, lambda t: f"{source}.clone(memory_format={self.name(torch.contiguous_format)})")
             if not result.is_contiguous():
                 self.obstacle = "a copy that is not contiguous"
-        elif func.is_view:
+        elif func.is_view or func.overloadpacket is _aten._unsafe_view:
             for made in result if isinstance(result, (list, tuple)) else (result,):
                 self._own(made, self.owner[id(args[0])])
         else:
@@ -193,7 +193,8 @@ class _Recorder(TorchDispatchMode):
 
     def name(self, value: Any) -> str:
         """A name in the plan's namespace."""
-        known = next((name for name, v in self.names.items() if v is value), None)
+        same = (lambda v: v == value) if isinstance(value, torch.device) else (lambda v: v is value)
+        known = next((name for name, v in self.names.items() if same(v)), None)
         if known is None:
             text = str(value).rsplit(".", 1)[-1]
             known = text if isinstance(value, (torch.dtype, torch.memory_format)) else f"c{len(self.names)}"

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.common.plans import planned
 from kernels.common.triton_ops import precision, to_operand
 from kernels.common.views import rows, sm_count
 from kernels.lokr import triton_tiled
@@ -40,6 +41,7 @@ def _blocks(LAYOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     return offs_m, offs_n, offs_m < LAYOUT[0], offs_n < LAYOUT[1]
 
 
+@planned
 @triton.jit
 def _forward_kernel(
     x, wa1, wb1, wa2, wb2, base, out, n_t, scale,
@@ -77,6 +79,7 @@ def _forward_kernel(
         tl.store(out + token * (A * C) + at_y, y.to(out.dtype.element_ty), mask=mask_y)
 
 
+@planned
 @triton.jit
 def _backward_kernel(
     g, x, wa1, wb1, wa2, wb2, grad_x, parts1, parts2, n_t, scale, scale1, scale2,
