@@ -38,6 +38,7 @@ from torch import Tensor
 
 from kernels.common import backends
 from kernels.common.errors import UnsupportedCase
+from kernels.common.plans import planned
 
 ALIGNMENT = 16
 Kernel = Callable[..., Any]
@@ -251,9 +252,7 @@ def compiled(factory: Callable[..., Any], target: Target, **constants: Any) -> A
 
 def _entry(kernel: Any, target: Target) -> Kernel:
     """The callable with the least host work: on CUDA the compiled host function itself, without its Python adapter."""
-    if target.cpu:
-        return kernel
-    return kernel.adapter.get_exportable_executable()["main"]
+    return planned(kernel if target.cpu else kernel.adapter.get_exportable_executable()["main"])
 
 
 def ready(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common.backends import allow_tf32
+from kernels.common.plans import planned
 from kernels.common.views import cdiv
 
 
@@ -44,6 +45,7 @@ def to_operand_by_row(value, dtype: tl.constexpr):
         return value.to(dtype), 1.0
 
 
+@planned
 @triton.jit
 def _reduce_kernel(
     a_parts, a_out, a_rows, a_cols, a_scale, b_parts, b_out, b_rows, b_cols, b_scale, a_programs,

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.common.plans import planned
 from kernels.common.triton_ops import precision, to_operand, to_operand_by_row
 from kernels.common.views import rows, shared_bytes, sm_count
 from kernels.lokr import triton_tiled
@@ -49,6 +50,7 @@ def _blocks(LAYOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     return offs_m, offs_n, offs_m < LAYOUT[0], offs_n < LAYOUT[1]
 
 
+@planned
 @triton.jit
 def _forward_kernel(
     x, wa1, wb1, wa2, wb2, base, out, n_t, scale,
@@ -91,6 +93,7 @@ def _forward_kernel(
         tile = following
 
 
+@planned
 @triton.jit
 def _backward_kernel(
     g, x, wa1, wb1, wa2, wb2, grad_x, parts1, parts2, n_t, scale, scale1, scale2,

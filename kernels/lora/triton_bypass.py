@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.common.plans import planned
 from kernels.common.triton_ops import precision, reduce_partials, to_operand
 from kernels.common.views import cdiv, rows, sm_count
 from kernels.lora.triton_merge import Dual, dual, dual_config, rank_block, rows_product
@@ -56,6 +57,7 @@ class Bypass:
     fused: bool
 
 
+@planned
 @triton.jit
 def _down_kernel(
     x, down, parts, n_t, n_i, n_r, span, stride_xt, stride_dr, stride_di,
@@ -105,6 +107,7 @@ def _up_tile(
     tl.store(out + rows_t * n_o + offs_o[None, :], value.to(out.dtype.element_ty), mask=mask)
 
 
+@planned
 @triton.jit
 def _up_kernel(
     parts, up, base, out, z, n_t, n_o, n_r, scale, stride_uo, stride_ur, stride_bt,
@@ -130,6 +133,7 @@ def _up_kernel(
     )  # fmt: skip
 
 
+@planned
 @triton.jit
 def _fused_kernel(
     x, down, up, base, out, z, n_t, n_i, n_o, n_r, scale,
@@ -156,6 +160,7 @@ def _fused_kernel(
         )  # fmt: skip
 
 
+@planned
 @triton.jit
 def _down_backward_kernel(
     h_parts, x, down, grad_x, down_parts, n_t, n_i, n_r, span, scale, down_scale, stride_xt, stride_dr, stride_di,

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common.errors import UnsupportedCase
+from kernels.common.plans import planned
 from kernels.common.triton_ops import precision, reduce_partials, to_operand
 from kernels.common.views import cdiv, rows, sm_count
 
@@ -56,6 +57,7 @@ class Dual:
     num_stages: int
 
 
+@planned
 @triton.jit
 def _merge_kernel(
     up, down, base, out, n_o, n_i, n_r, scale,
@@ -89,6 +91,7 @@ def _merge_kernel(
         tl.store(out + rows_o * n_i + offs_i[None, :], value.to(out.dtype.element_ty), mask=mask)
 
 
+@planned
 @triton.jit
 def _pair_kernel(
     g, right, left, out_right, out_left, n_m, n_n, n_r, scale, programs_right,
@@ -165,6 +168,7 @@ def rows_product(
     return acc
 
 
+@planned
 @triton.jit
 def _dual_kernel(
     g, right, left, right_parts, left_parts, n_m, n_n, n_r, span, left_scale,
