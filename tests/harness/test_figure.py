@@ -6,7 +6,7 @@ import pytest
 from fakes import CEILINGS, STAMP, bad_row, made_row
 
 from harness import figures
-from harness.figure import COLOURS, MARKERS, METRICS, STYLES, draw
+from harness.figure import COLOURS, MARKERS, METRICS, colour, draw
 from harness.record import Record
 
 FACTOR = {"eager": 4.0, "compile": 3.0, "triton": 1.0, "tilelang": 2.0}
@@ -71,8 +71,8 @@ def test_graphed_arms_are_drawn_where_they_are_asked_for():
     plain = [text.get_text() for text in draw("speedup", more, op="toy").legends[0].get_texts()]
     assert not any("graphed" in label for label in plain)
     axis = draw("speedup", more, op="toy", backends=("triton", "triton_graphed")).axes[0]
-    assert lines(axis, STYLES["triton_graphed"][0])[1] == [3.0, 3.0]
-    assert len({marker for _, marker in STYLES.values()}) == len({colour for colour, _ in STYLES.values()}) == 7
+    assert lines(axis, colour("triton_graphed"))[1] == [3.0, 3.0]
+    assert len(set(COLOURS.values())) == len(COLOURS)
 
 
 @pytest.mark.parametrize(
