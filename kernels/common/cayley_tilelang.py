@@ -137,6 +137,94 @@ def solve_shared(dsl: Dsl, blocks: Any, first: Any, factor: Any, system: Any, ti
     return solved(blocks, first, factor, system, tile)
 
 
+def solve_lanes(dsl: Dsl, blocks: Any, first: Any, factor: Any, tile: Any, size: int) -> Any:
+    """tile[N * P, P] = D of N blocks from `first` on, zero outside them, for S ≤ 16 = P on CUDA.
+
+    Gauss-Jordan on I - Q in its own place, a column a lane: the pivot row is at hand, and a column's entries come by one
+    shuffle each, with no barrier. Up to |q| = 1 pivots are not worth their time.
+    """
+    T = dsl.T
+    count = int(tile.shape[0]) // 16
+    # Whole warps: lanes past the last block repeat the first's work.
+    lanes = max(32, count * 16)
+
+    @T.macro
+    def exchanged(x, heads, order, p):  # type: ignore[no-untyped-def]
+        # Rows below p in turn give way to row p where theirs has the larger head.
+        held = T.alloc_local((3,), "float32")
+        for r in T.unroll(size):
+            if r > p:
+                if _magnitude(dsl, heads[r]) > _magnitude(dsl, heads[p]):
+                    held[0], held[1], held[2] = x[p], heads[p], order[p]
+                    x[p], heads[p], order[p] = x[r], heads[r], order[r]
+                    x[r], heads[r], order[r] = held[0], held[1], held[2]
+
+    @T.macro
+    def eliminated(x, heads, order, col, pivoting):  # type: ignore[no-untyped-def]
+        for p in T.unroll(size):
+            for r in T.unroll(size):
+                heads[r] = T.shfl_sync(x[r], p, 16)
+            if pivoting:
+                exchanged(x, heads, order, p)
+            heads[p] = 1.0 / heads[p]
+            x[p] = T.if_then_else(col == p, heads[p], x[p] * heads[p])
+            for r in T.unroll(size):
+                if r != p:
+                    x[r] = T.if_then_else(col == p, 0.0, x[r]) - heads[r] * x[p]
+
+    @T.macro
+    def solved(blocks, first, factor, tile):  # type: ignore[no-untyped-def]
+        thread = T.get_thread_binding()
+        q, x, heads = (T.alloc_local((size,), "float32") for _ in range(3))
+        order = T.alloc_local((size,), "float32")
+        top = T.alloc_local((1,), "float32")
+        if thread < lanes:
+            block, col = thread // 16 % count, thread % 16
+            k, c = T.min(first + block, blocks.shape[0] - 1), T.min(col, size - 1)
+            inside = (first + block < blocks.shape[0]) & (col < size)
+            top[0] = 0.0
+            for r in T.unroll(size):
+                q[r] = T.if_then_else(inside, _skew(dsl, blocks[k, r, c], blocks[k, c, r], factor), 0.0)
+                x[r] = T.if_then_else(col == r, 1.0, 0.0) - q[r]
+                top[0] = T.max(top[0], _magnitude(dsl, q[r]))
+            for step in T.unroll(5):
+                top[0] = T.max(top[0], T.shfl_xor(top[0], 1 << step))
+            if top[0] > 1.0:
+                for r in T.unroll(size):
+                    order[r] = T.cast(r, "float32")
+                eliminated(x, heads, order, col, True)
+                # Rows were exchanged, so columns of the inverse are out of their places.
+                source = T.alloc_var("int32")
+                source = col
+                for p in T.unroll(size):
+                    source = T.if_then_else(T.cast(order[p], "int32") == col, p, source)
+                for r in T.unroll(size):
+                    x[r] = T.shfl_sync(x[r], source, 16)
+            else:
+                eliminated(x, heads, order, col, False)
+            # D = 2 (X - I), but on the diagonal of a small Q that cancels, and 2 Q X does not.
+            top[0] = 0.0
+            for r in T.unroll(size):
+                top[0] += -2.0 * q[r] * x[r]
+            for r in T.unroll(16):
+                if r < size:
+                    tile[block * 16 + r, col] = T.if_then_else(
+                        col == r, T.if_then_else(2.0 * (x[r] - 1.0) > -0.5, top[0], 2.0 * (x[r] - 1.0)), 2.0 * x[r]
+                    )
+                else:
+                    tile[block * 16 + r, col] = 0.0
+
+    return solved(blocks, first, factor, tile)
+
+
+def solve_inline(dsl: Dsl, blocks: Any, first: Any, factor: Any, tile: Any, size: int, width: int) -> Any:
+    """tile[N * P, P] = D of N blocks from `first` on, S ≤ 16, by lanes where there are any."""
+    if not dsl.cpu:
+        return solve_lanes(dsl, blocks, first, factor, tile, size)
+    system = dsl.shared((2, int(tile.shape[0]) // width, size, 2 * size), "float32")
+    return solve_shared(dsl, blocks, first, factor, system, tile, width)
+
+
 def _solve(dsl: Dsl, *, S: int, P: int, dtype: str, has_shrink: bool) -> Any:
     """delta[k] = D, one block a program."""
     T = dsl.T

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common.cayley import Gradients, check_size, shrink_factor
-from kernels.common.cayley_triton import dot_right, finish, finish_tile, pad, rotation, solve, solve_lanes
+from kernels.common.cayley_triton import dot_right, finish, finish_tile, pad, rotation, solve
 from kernels.common.triton_ops import precision
 from kernels.common.views import cdiv, rows, sm_count
 
@@ -29,6 +29,8 @@ class Tokens:
     tiles: int = 1
     steps: int = 1
     stages: int = 3
+    lanes: int = 1
+    inline: bool = True
 
 
 @triton.jit
@@ -45,6 +47,13 @@ def _by_block(tile, BLOCK_T: tl.constexpr, N: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
+def _by_lane(tile, BLOCK_T: tl.constexpr, N: tl.constexpr, P: tl.constexpr, LANES: tl.constexpr):
+    """[T, N · P] as [LANES · N, T / LANES, P]."""
+    tile = tl.permute(tl.reshape(tile, (LANES, BLOCK_T // LANES, N, P)), (0, 2, 1, 3))
+    return tl.reshape(tile, (LANES * N, BLOCK_T // LANES, P))
+
+
+@triton.jit
 def _by_token(tile, BLOCK_T: tl.constexpr, N: tl.constexpr, P: tl.constexpr):
     """[N, T, P] as [T, N · P]."""
     return tl.reshape(tl.permute(tile, (1, 0, 2)), (BLOCK_T, N * P))
@@ -54,7 +63,7 @@ def _by_token(tile, BLOCK_T: tl.constexpr, N: tl.constexpr, P: tl.constexpr):
 def _bypass_kernel(
     y, blocks, rescale, shrink, base, out, delta, n_t, n_k, stride_yt, stride_bt,
     S: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BLOCK_T: tl.constexpr, TILES: tl.constexpr,
-    HAS_RESCALE: tl.constexpr, HAS_SHRINK: tl.constexpr, HAS_BASE: tl.constexpr, INLINE: tl.constexpr,
+    HAS_RESCALE: tl.constexpr, HAS_SHRINK: tl.constexpr, HAS_BASE: tl.constexpr, INLINE: tl.constexpr, SAVE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out of N blocks' channels over a span of tokens; tokens are on their way while D is solved."""
@@ -67,13 +76,10 @@ def _bypass_kernel(
     for t in tl.static_range(TILES):
         at, mask = _tokens(y, (pid_t * TILES + t) * BLOCK_T, offs_c, mask_c, n_t, stride_yt, BLOCK_T)
         tiles = tiles + (tl.load(at, mask=mask, other=0.0),)
-    if INLINE:
-        factor = 1.0
-        if HAS_SHRINK:
-            factor = tl.load(shrink)
-        solve_lanes(blocks, delta, factor, first, n_k, S, N)
-        tl.debug_barrier()
-    high, low, factor = rotation(delta, rescale, first, n_k, y.dtype.element_ty, S, N, P, False, HAS_RESCALE)
+    high, low, factor = rotation(
+        delta, blocks, rescale, shrink, first, n_k, SAVE and pid_t == 0, y.dtype.element_ty, S, N, P, False,
+        HAS_RESCALE, HAS_SHRINK, INLINE,
+    )  # fmt: skip
     for t in tl.static_range(TILES):
         start = (pid_t * TILES + t) * BLOCK_T
         tile = _by_block(tiles[t], BLOCK_T, N, P)
@@ -88,7 +94,7 @@ def _bypass_kernel(
 @triton.jit
 def _bypass_backward_kernel(
     grad, y, rescale, delta, parts, grad_y, grad_blocks, grad_rescale, n_t, n_k, steps, stride_gt, stride_yt,
-    S: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BLOCK_T: tl.constexpr,
+    S: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BLOCK_T: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr,
     HAS_RESCALE: tl.constexpr, NEED_Y: tl.constexpr, NEED_BLOCKS: tl.constexpr, NEED_RESCALE: tl.constexpr,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -100,21 +106,31 @@ def _bypass_backward_kernel(
     offs_c = (first + lanes // P) * S + lanes % P
     mask_c = (first + lanes // P < n_k) & (lanes % P < S)
     if NEED_Y:
-        high, low, factor = rotation(delta, rescale, first, n_k, y.dtype.element_ty, S, N, P, True, HAS_RESCALE)
-    product = tl.zeros((N, P, P), tl.float32)
+        high, low, factor = rotation(
+            delta, None, rescale, None, first, n_k, False, y.dtype.element_ty, S, N, P, True, HAS_RESCALE, False, False
+        )
+    # Tokens are shared out over LANES sums a block, so that no warp is without one; they meet at the end.
+    product = tl.zeros((LANES * N, P, P), tl.float32)
     for step in range(steps):
-        start = (pid_t * steps + step) * BLOCK_T
-        at, mask = _tokens(grad, start, offs_c, mask_c, n_t, stride_gt, BLOCK_T)
-        g = _by_block(tl.load(at, mask=mask, other=0.0), BLOCK_T, N, P)
-        if NEED_P:
-            at, mask = _tokens(y, start, offs_c, mask_c, n_t, stride_yt, BLOCK_T)
-            left = tl.permute(tl.reshape(tl.load(at, mask=mask, other=0.0), (BLOCK_T, N, P)), (1, 2, 0))
-            product = tl.dot(left, g, product, input_precision=PRECISION)
-        if NEED_Y:
-            value = _by_token(dot_right(g, high, low, PRECISION) * factor, BLOCK_T, N, P)
-            at, mask = _tokens(grad_y, start, offs_c, mask_c, n_t, n_k * S, BLOCK_T)
-            tl.store(at, value.to(grad_y.dtype.element_ty), mask=mask)
+        start = (pid_t * steps + step) * (TILES * BLOCK_T)
+        grads, inputs = (), ()
+        for t in tl.static_range(TILES):
+            at, mask = _tokens(grad, start + t * BLOCK_T, offs_c, mask_c, n_t, stride_gt, BLOCK_T)
+            grads = grads + (tl.load(at, mask=mask, other=0.0),)
+            if NEED_P:
+                at, mask = _tokens(y, start + t * BLOCK_T, offs_c, mask_c, n_t, stride_yt, BLOCK_T)
+                inputs = inputs + (tl.load(at, mask=mask, other=0.0),)
+        for t in tl.static_range(TILES):
+            if NEED_P:
+                left, right = _by_lane(inputs[t], BLOCK_T, N, P, LANES), _by_lane(grads[t], BLOCK_T, N, P, LANES)
+                product = tl.dot(tl.permute(left, (0, 2, 1)), right, product, input_precision=PRECISION)
+            if NEED_Y:
+                value = dot_right(_by_block(grads[t], BLOCK_T, N, P), high, low, PRECISION) * factor
+                value = _by_token(value, BLOCK_T, N, P).to(grad_y.dtype.element_ty)
+                at, mask = _tokens(grad_y, start + t * BLOCK_T, offs_c, mask_c, n_t, n_k * S, BLOCK_T)
+                tl.store(at, value, mask=mask)
     if NEED_P:
+        product = tl.sum(tl.reshape(product, (LANES, N, P, P)), axis=0)
         if SPLIT:
             block = first + tl.arange(0, N)[:, None, None]
             offs_n, offs_m = tl.arange(0, P)[None, :, None], tl.arange(0, P)[None, None, :]
@@ -159,11 +175,11 @@ def bypass_forward(
     out = torch.empty(y.shape, dtype=out_dtype, device=y.device)
     delta = torch.empty(blocks.shape, dtype=torch.float32, device=y.device)
     grid = (cdiv(n_k, config.blocks), cdiv(n_t, config.block_t * config.tiles))
-    inline = solve(blocks, delta, shrink, grid[0] * grid[1], sm_count(y.device))
+    inline = solve(blocks, delta, shrink, config.inline)
     _bypass_kernel[grid](
         flat, blocks, rescale, shrink, bias, out, delta, n_t, n_k, flat.stride(0), 0 if bias is None else bias.stride(0),
         size, pad(size), config.blocks, config.block_t, config.tiles,
-        rescale is not None, shrink is not None, bias is not None, inline, precision(y.dtype),
+        rescale is not None, shrink is not None, bias is not None, inline, any(needs), precision(y.dtype),
         num_warps=config.num_warps,
     )  # fmt: skip
     return out, (delta,) if any(needs) else ()
@@ -188,12 +204,13 @@ def bypass_backward(
     config = config or bypass_config(n_t, n_k, size, y.dtype, sm_count(y.device), backward=True)
     grads = Gradients(blocks, rescale, constraint, need_blocks, need_rescale)
     grad_y = torch.empty(y.shape, dtype=y.dtype, device=y.device) if need_y else None
-    steps = config.steps or cdiv(n_t, config.block_t)
-    splits = cdiv(n_t, config.block_t * steps)
+    span = config.block_t * config.tiles
+    steps = config.steps or cdiv(n_t, span)
+    splits = cdiv(n_t, span * steps)
     parts = grads.partials(splits)
     _bypass_backward_kernel[(cdiv(n_k, config.blocks), splits)](
         g, flat, rescale, saved[0], parts, grad_y, grads.blocks, grads.rescale, n_t, n_k, steps,
-        g.stride(0), flat.stride(0), size, pad(size), config.blocks, config.block_t,
+        g.stride(0), flat.stride(0), size, pad(size), config.blocks, config.block_t, config.tiles, config.lanes,
         rescale is not None, need_y, need_blocks, need_rescale, parts is not None, precision(y.dtype),
         num_warps=config.num_warps, num_stages=config.stages,
     )  # fmt: skip
