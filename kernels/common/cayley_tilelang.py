@@ -84,37 +84,38 @@ def solve_shared(dsl: Dsl, blocks: Any, first: Any, factor: Any, system: Any, ti
 
     @T.macro
     def solved(blocks, first, factor, system, tile):  # type: ignore[no-untyped-def]
-        entries = dsl.fragment((1, count * size * size))
+        # As wide as the padded tile, since registers are shared out in powers of two.
+        entries = dsl.fragment((1, count * width * width))
         largest = dsl.fragment((1,))
         top = dsl.shared((1,), "float32")
-        best = dsl.shared((count,), "int32")
         found = T.alloc_var("int32")
         for b, r, c in dsl.parallel(count, size, size):
             k = T.min(first + b, blocks.shape[0] - 1)
             q = _skew(dsl, blocks[k, r, c], blocks[k, c, r], factor)
             system[0, b, r, c] = T.if_then_else(r == c, 1.0, 0.0) - q
             system[0, b, r, size + c] = 2.0 * q
-        for one, i in dsl.parallel(1, count * size * size):
-            entries[one, i] = _magnitude(dsl, system[0, i // (size * size), i // size % size, size + i % size])
+        for one, i in dsl.parallel(1, count * width * width):
+            r, c = T.min(i // width % width, size - 1), T.min(i % width, size - 1)
+            entries[one, i] = _magnitude(dsl, system[0, i // (width * width), r, size + c])
         dsl.reduce_max(entries, largest, dim=1)
         top[0] = largest[0]
         if top[0] > 2.0:
             for b, r, c in dsl.parallel(count, size, size):
                 system[0, b, r, size + c] = T.if_then_else(r == c, 1.0, 0.0)
             for p in T.serial(size):
-                for b in dsl.parallel(count):
+                for b in T.serial(count):
+                    # Every thread finds the pivot for itself: what one of them found would take one more barrier.
                     found = p
                     for r in T.serial(size):
                         head = _magnitude(dsl, system[p % 2, b, found, p])
                         if r > p and _magnitude(dsl, system[p % 2, b, r, p]) > head:
                             found = r
-                    best[b] = found
-                for b, r, c in dsl.parallel(count, size, 2 * size):
-                    row = T.if_then_else(r == best[b], p, r)
-                    pivot = system[p % 2, b, best[b], c] * (1.0 / system[p % 2, b, best[b], p])
-                    system[1 - p % 2, b, r, c] = T.if_then_else(
-                        r == p, pivot, system[p % 2, b, row, c] - system[p % 2, b, row, p] * pivot
-                    )
+                    for r, c in dsl.parallel(size, 2 * size):
+                        row = T.if_then_else(r == found, p, r)
+                        pivot = system[p % 2, b, found, c] * (1.0 / system[p % 2, b, found, p])
+                        system[1 - p % 2, b, r, c] = T.if_then_else(
+                            r == p, pivot, system[p % 2, b, row, c] - system[p % 2, b, row, p] * pivot
+                        )
             for b, r in dsl.parallel(count, size):
                 system[size % 2, b, r, size + r] += -1.0
             for b, r, c in dsl.parallel(count, size, size):
@@ -137,7 +138,7 @@ def solve_shared(dsl: Dsl, blocks: Any, first: Any, factor: Any, system: Any, ti
     return solved(blocks, first, factor, system, tile)
 
 
-def solve_lanes(dsl: Dsl, blocks: Any, first: Any, factor: Any, tile: Any, size: int) -> Any:
+def solve_lanes(dsl: Dsl, blocks: Any, first: Any, factor: Any, tile: Any, size: int, threads: int) -> Any:
     """tile[N * P, P] = D of N blocks from `first` on, zero outside them, for S ≤ 16 = P on CUDA.
 
     Gauss-Jordan on I - Q in its own place, a column a lane: the pivot row is at hand, and a column's entries come by one
@@ -147,6 +148,7 @@ def solve_lanes(dsl: Dsl, blocks: Any, first: Any, factor: Any, tile: Any, size:
     count = int(tile.shape[0]) // 16
     # Whole warps: lanes past the last block repeat the first's work.
     lanes = max(32, count * 16)
+    rounds = tuple(range(0, lanes, threads))
 
     @T.macro
     def exchanged(x, heads, order, p):  # type: ignore[no-untyped-def]
@@ -173,54 +175,61 @@ def solve_lanes(dsl: Dsl, blocks: Any, first: Any, factor: Any, tile: Any, size:
                     x[r] = T.if_then_else(col == p, 0.0, x[r]) - heads[r] * x[p]
 
     @T.macro
-    def solved(blocks, first, factor, tile):  # type: ignore[no-untyped-def]
-        thread = T.get_thread_binding()
+    def solved(blocks, first, factor, tile, lane):  # type: ignore[no-untyped-def]
         q, x, heads = (T.alloc_local((size,), "float32") for _ in range(3))
         order = T.alloc_local((size,), "float32")
         top = T.alloc_local((1,), "float32")
-        if thread < lanes:
-            block, col = thread // 16 % count, thread % 16
-            k, c = T.min(first + block, blocks.shape[0] - 1), T.min(col, size - 1)
-            inside = (first + block < blocks.shape[0]) & (col < size)
-            top[0] = 0.0
+        block, col = lane // 16 % count, lane % 16
+        k, c = T.min(first + block, blocks.shape[0] - 1), T.min(col, size - 1)
+        inside = (first + block < blocks.shape[0]) & (col < size)
+        top[0] = 0.0
+        for r in T.unroll(size):
+            q[r] = T.if_then_else(inside, _skew(dsl, blocks[k, r, c], blocks[k, c, r], factor), 0.0)
+            x[r] = T.if_then_else(col == r, 1.0, 0.0) - q[r]
+            top[0] = T.max(top[0], _magnitude(dsl, q[r]))
+        for step in T.unroll(5):
+            top[0] = T.max(top[0], T.shfl_xor(top[0], 1 << step))
+        if top[0] > 1.0:
             for r in T.unroll(size):
-                q[r] = T.if_then_else(inside, _skew(dsl, blocks[k, r, c], blocks[k, c, r], factor), 0.0)
-                x[r] = T.if_then_else(col == r, 1.0, 0.0) - q[r]
-                top[0] = T.max(top[0], _magnitude(dsl, q[r]))
-            for step in T.unroll(5):
-                top[0] = T.max(top[0], T.shfl_xor(top[0], 1 << step))
-            if top[0] > 1.0:
-                for r in T.unroll(size):
-                    order[r] = T.cast(r, "float32")
-                eliminated(x, heads, order, col, True)
-                # Rows were exchanged, so columns of the inverse are out of their places.
-                source = T.alloc_var("int32")
-                source = col
-                for p in T.unroll(size):
-                    source = T.if_then_else(T.cast(order[p], "int32") == col, p, source)
-                for r in T.unroll(size):
-                    x[r] = T.shfl_sync(x[r], source, 16)
+                order[r] = T.cast(r, "float32")
+            eliminated(x, heads, order, col, True)
+            # Rows were exchanged, so columns of the inverse are out of their places.
+            source = T.alloc_var("int32")
+            source = col
+            for p in T.unroll(size):
+                source = T.if_then_else(T.cast(order[p], "int32") == col, p, source)
+            for r in T.unroll(size):
+                x[r] = T.shfl_sync(x[r], source, 16)
+        else:
+            eliminated(x, heads, order, col, False)
+        # D = 2 (X - I), but on the diagonal of a small Q that cancels, and 2 Q X does not.
+        top[0] = 0.0
+        for r in T.unroll(size):
+            top[0] += -2.0 * q[r] * x[r]
+        for r in T.unroll(16):
+            if r < size:
+                tile[block * 16 + r, col] = T.if_then_else(
+                    col == r, T.if_then_else(2.0 * (x[r] - 1.0) > -0.5, top[0], 2.0 * (x[r] - 1.0)), 2.0 * x[r]
+                )
             else:
-                eliminated(x, heads, order, col, False)
-            # D = 2 (X - I), but on the diagonal of a small Q that cancels, and 2 Q X does not.
-            top[0] = 0.0
-            for r in T.unroll(size):
-                top[0] += -2.0 * q[r] * x[r]
-            for r in T.unroll(16):
-                if r < size:
-                    tile[block * 16 + r, col] = T.if_then_else(
-                        col == r, T.if_then_else(2.0 * (x[r] - 1.0) > -0.5, top[0], 2.0 * (x[r] - 1.0)), 2.0 * x[r]
-                    )
-                else:
-                    tile[block * 16 + r, col] = 0.0
+                tile[block * 16 + r, col] = 0.0
 
-    return solved(blocks, first, factor, tile)
+    @T.macro
+    def in_rounds(blocks, first, factor, tile):  # type: ignore[no-untyped-def]
+        thread = T.get_thread_binding()
+        for start in rounds:
+            if start + thread < lanes:
+                solved(blocks, first, factor, tile, start + thread)
+
+    return in_rounds(blocks, first, factor, tile)
 
 
-def solve_inline(dsl: Dsl, blocks: Any, first: Any, factor: Any, tile: Any, size: int, width: int) -> Any:
+def solve_inline(
+    dsl: Dsl, blocks: Any, first: Any, factor: Any, tile: Any, size: int, width: int, threads: int
+) -> Any:
     """tile[N * P, P] = D of N blocks from `first` on, S ≤ 16, by lanes where there are any."""
     if not dsl.cpu:
-        return solve_lanes(dsl, blocks, first, factor, tile, size)
+        return solve_lanes(dsl, blocks, first, factor, tile, size, threads)
     system = dsl.shared((2, int(tile.shape[0]) // width, size, 2 * size), "float32")
     return solve_shared(dsl, blocks, first, factor, system, tile, width)
 

@@ -98,7 +98,7 @@ def forward(
             for t in tiles:
                 _load(dsl, y, (pid_t * config.tiles + t) * BLOCK_T, pid_k * N, ahead[t], S, P, n_k)
             if inline:
-                solve_inline(dsl, blocks, pid_k * N, shrink[0] if has_shrink else 1.0, d, S, P)
+                solve_inline(dsl, blocks, pid_k * N, shrink[0] if has_shrink else 1.0, d, S, P, config.threads)
                 if save:
                     if pid_t == 0:
                         for i, m in dsl.parallel(N * P, P):

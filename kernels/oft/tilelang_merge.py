@@ -210,7 +210,7 @@ def dots(
             for t in tiles:
                 T.copy(weight[pid_k, 0, (pid_i * config.tiles + t) * BLOCK_I], ahead[t])
             if inline:
-                solve_inline(dsl, blocks, pid_k, shrink[0] if has_shrink else 1.0, d, S, P)
+                solve_inline(dsl, blocks, pid_k, shrink[0] if has_shrink else 1.0, d, S, P, config.threads)
                 if save:
                     if pid_i == 0:
                         for n, m in dsl.parallel(P, P):
