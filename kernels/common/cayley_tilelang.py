@@ -73,67 +73,59 @@ def solve_scalars(dsl: Dsl, blocks: Any, k: Any, factor: Any, delta: Any, size: 
     return solved(blocks, k, factor, delta)
 
 
-def solve_shared(dsl: Dsl, blocks: Any, first: Any, factor: Any, system: Any, tile: Any, width: int) -> Any:
-    """tile[N * P, P] = D of N blocks from `first` on, zero outside them; `system` is a shared [2, N, S, 2 S] tile to work in.
+def solve_shared(dsl: Dsl, blocks: Any, first: Any, factor: Any, system: Any, tile: Any, size: int) -> Any:
+    """tile[N * P, P] = D of N blocks from `first` on, one after another; `system` is a shared [P, 2 P] tile to work in.
 
-    Gauss-Jordan from one half of `system` to the other and back, which takes one barrier a step: on [I - Q | 2 Q] up to
-    |q| = 1, where pivots are not worth their time; past that with pivots, on [I - Q | I].
+    Gauss-Jordan through registers, all padded to P: on [I - Q | 2 Q] up to |q| = 1, where pivots are not worth their time;
+    past that with pivots, on [I - Q | I].
     """
     T = dsl.T
-    _, count, size, _ = (int(n) for n in system.shape)
+    width = int(tile.shape[1])
+    count = int(tile.shape[0]) // width
+
+    @T.macro
+    def swept(system, swap, p, found):  # type: ignore[no-untyped-def]
+        step = dsl.fragment((width, 2 * width))
+        for r, c in dsl.parallel(width, 2 * width):
+            pivot = system[found, c] * (1.0 / system[found, p])
+            row = T.if_then_else(r == found, p, r) if swap else r
+            step[r, c] = T.if_then_else(r == p, pivot, system[row, c] - system[row, p] * pivot)
+        T.copy(step, system)
 
     @T.macro
     def solved(blocks, first, factor, system, tile):  # type: ignore[no-untyped-def]
-        # As wide as the padded tile, since registers are shared out in powers of two.
-        entries = dsl.fragment((1, count * width * width))
+        entries = dsl.fragment((1, width * width))
         largest = dsl.fragment((1,))
         top = dsl.shared((1,), "float32")
         found = T.alloc_var("int32")
-        for b, r, c in dsl.parallel(count, size, size):
-            k = T.min(first + b, blocks.shape[0] - 1)
-            q = _skew(dsl, blocks[k, r, c], blocks[k, c, r], factor)
-            system[0, b, r, c] = T.if_then_else(r == c, 1.0, 0.0) - q
-            system[0, b, r, size + c] = 2.0 * q
-        for one, i in dsl.parallel(1, count * width * width):
-            r, c = T.min(i // width % width, size - 1), T.min(i % width, size - 1)
-            entries[one, i] = _magnitude(dsl, system[0, i // (width * width), r, size + c])
-        dsl.reduce_max(entries, largest, dim=1)
-        top[0] = largest[0]
-        if top[0] > 2.0:
-            for b, r, c in dsl.parallel(count, size, size):
-                system[0, b, r, size + c] = T.if_then_else(r == c, 1.0, 0.0)
-            for p in T.serial(size):
-                for b in T.serial(count):
-                    # Every thread finds the pivot for itself: what one of them found would take one more barrier.
+        for b in T.serial(count):
+            for r, c in dsl.parallel(width, width):
+                k, n, m = T.min(first + b, blocks.shape[0] - 1), T.min(r, size - 1), T.min(c, size - 1)
+                q = T.if_then_else((r < size) & (c < size), _skew(dsl, blocks[k, n, m], blocks[k, m, n], factor), 0.0)
+                system[r, c] = T.if_then_else(r == c, 1.0, 0.0) - q
+                system[r, width + c] = 2.0 * q
+            for one, i in dsl.parallel(1, width * width):
+                entries[one, i] = _magnitude(dsl, system[i // width, width + i % width])
+            dsl.reduce_max(entries, largest, dim=1)
+            top[0] = largest[0]
+            if top[0] > 2.0:
+                for r, c in dsl.parallel(width, width):
+                    system[r, width + c] = T.if_then_else(r == c, 1.0, 0.0)
+                for p in T.serial(size):
+                    # Every thread finds the pivot for itself: from one of them it would take one more barrier.
                     found = p
                     for r in T.serial(size):
-                        head = _magnitude(dsl, system[p % 2, b, found, p])
-                        if r > p and _magnitude(dsl, system[p % 2, b, r, p]) > head:
+                        head = _magnitude(dsl, system[found, p])
+                        if r > p and _magnitude(dsl, system[r, p]) > head:
                             found = r
-                    for r, c in dsl.parallel(size, 2 * size):
-                        row = T.if_then_else(r == found, p, r)
-                        pivot = system[p % 2, b, found, c] * (1.0 / system[p % 2, b, found, p])
-                        system[1 - p % 2, b, r, c] = T.if_then_else(
-                            r == p, pivot, system[p % 2, b, row, c] - system[p % 2, b, row, p] * pivot
-                        )
-            for b, r in dsl.parallel(count, size):
-                system[size % 2, b, r, size + r] += -1.0
-            for b, r, c in dsl.parallel(count, size, size):
-                system[size % 2, b, r, size + c] *= 2.0
-        else:
-            for p in T.serial(size):
-                for b, r, c in dsl.parallel(count, size, 2 * size):
-                    pivot = system[p % 2, b, p, c] * (1.0 / system[p % 2, b, p, p])
-                    system[1 - p % 2, b, r, c] = T.if_then_else(
-                        r == p, pivot, system[p % 2, b, r, c] - system[p % 2, b, r, p] * pivot
-                    )
-        for i, m in dsl.parallel(count * width, width):
-            n = i % width
-            tile[i, m] = T.if_then_else(
-                (n < size) & (m < size),
-                system[size % 2, i // width, T.min(n, size - 1), size + T.min(m, size - 1)],
-                0.0,
-            )
+                    swept(system, True, p, found)
+                for r, c in dsl.parallel(width, width):
+                    tile[b * width + r, c] = 2.0 * (system[r, width + c] - T.if_then_else(r == c, 1.0, 0.0))
+            else:
+                for p in T.serial(size):
+                    swept(system, False, p, p)
+                for r, c in dsl.parallel(width, width):
+                    tile[b * width + r, c] = system[r, width + c]
 
     return solved(blocks, first, factor, system, tile)
 
@@ -230,8 +222,7 @@ def solve_inline(
     """tile[N * P, P] = D of N blocks from `first` on, S ≤ 16, by lanes where there are any."""
     if not dsl.cpu:
         return solve_lanes(dsl, blocks, first, factor, tile, size, threads)
-    system = dsl.shared((2, int(tile.shape[0]) // width, size, 2 * size), "float32")
-    return solve_shared(dsl, blocks, first, factor, system, tile, width)
+    return solve_shared(dsl, blocks, first, factor, dsl.shared((width, 2 * width), "float32"), tile, size)
 
 
 def _solve(dsl: Dsl, *, S: int, P: int, dtype: str, has_shrink: bool) -> Any:
@@ -244,9 +235,9 @@ def _solve(dsl: Dsl, *, S: int, P: int, dtype: str, has_shrink: bool) -> Any:
         blocks: T.Tensor((n_k, S, S), dtype), shrink: T.Tensor((1,), "float32"), delta: T.Tensor((n_k, S, S), "float32")
     ):
         with T.Kernel(n_k, threads=256) as pid_k:
-            system = dsl.shared((2, 1, S, 2 * S), "float32")
+            system = dsl.shared((P, 2 * P), "float32")
             tile = dsl.shared((P, P), "float32")
-            solve_shared(dsl, blocks, pid_k, shrink[0] if has_shrink else 1.0, system, tile, P)
+            solve_shared(dsl, blocks, pid_k, shrink[0] if has_shrink else 1.0, system, tile, S)
             for r, c in dsl.parallel(P, P):
                 if r < S and c < S:
                     delta[pid_k, r, c] = tile[r, c]
@@ -254,18 +245,36 @@ def _solve(dsl: Dsl, *, S: int, P: int, dtype: str, has_shrink: bool) -> Any:
     return kernel
 
 
-def solve(blocks: Tensor, delta: Tensor, shrink: Tensor | None) -> bool:
-    """Writes delta[k, s, s] where the blocks are too large for the kernels to solve inline; returns whether they are not."""
-    if blocks.shape[1] <= MAX_INLINE:
+def _solve_pair(dsl: Dsl, *, S: int, dtype: str, has_shrink: bool) -> Any:
+    """delta[k] = D for S ≤ 16, on CUDA: a warp takes two blocks."""
+    T = dsl.T
+    n_k = T.dynamic("n_k")
+
+    @T.prim_func
+    def kernel(
+        blocks: T.Tensor((n_k, S, S), dtype), shrink: T.Tensor((1,), "float32"), delta: T.Tensor((n_k, S, S), "float32")
+    ):
+        with T.Kernel(T.ceildiv(n_k, 2), threads=32) as pid:
+            tile = dsl.shared((32, 16), "float32")
+            solve_lanes(dsl, blocks, pid * 2, shrink[0] if has_shrink else 1.0, tile, S, 32)
+            for i, m in dsl.parallel(32, 16):
+                if i % 16 < S and m < S and pid * 2 + i // 16 < n_k:
+                    delta[pid * 2 + i // 16, i % 16, m] = tile[i, m]
+
+    return kernel
+
+
+def solve(blocks: Tensor, delta: Tensor, shrink: Tensor | None, inline: bool) -> bool:
+    """Writes delta[k, s, s] in a launch of its own, unless the next kernel's programs are to solve their blocks `inline`.
+
+    Returns whether they have to; blocks above MAX_INLINE always get the launch.
+    """
+    target, size = target_of(blocks), blocks.shape[1]
+    small = size <= MAX_INLINE
+    if small and (inline or target.cpu):
         return True
-    run = build(
-        _solve,
-        target_of(blocks),
-        S=blocks.shape[1],
-        P=pad(blocks.shape[1]),
-        dtype=dtype_name(blocks.dtype),
-        has_shrink=shrink is not None,
-    )
+    constants = {"S": size, "dtype": dtype_name(blocks.dtype), "has_shrink": shrink is not None}
+    run = build(_solve_pair, target, **constants) if small else build(_solve, target, P=pad(size), **constants)
     run(blocks, None if shrink is None else shrink.view(1), delta)
     return False
 
