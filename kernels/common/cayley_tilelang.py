@@ -13,9 +13,14 @@ from kernels.common.tilelang_target import Dsl, build, dtype_name, target_of
 
 
 def _skew(dsl: Dsl, upper: Any, lower: Any, factor: Any) -> Any:
-    """An entry of Q, kept within MAX_Q; NaN stays NaN."""
+    """An entry of Q, kept within MAX_Q."""
     T = dsl.T
-    q = factor * (T.cast(upper, "float32") - T.cast(lower, "float32"))
+    return _bounded(dsl, factor * (T.cast(upper, "float32") - T.cast(lower, "float32")))
+
+
+def _bounded(dsl: Dsl, q: Any) -> Any:
+    """q within ±MAX_Q; NaN stays NaN."""
+    T = dsl.T
     return T.if_then_else(q > MAX_Q, MAX_Q, T.if_then_else(q < -MAX_Q, -MAX_Q, q))
 
 
@@ -175,8 +180,12 @@ def solve_lanes(dsl: Dsl, blocks: Any, first: Any, factor: Any, tile: Any, size:
         k, c = T.min(first + block, blocks.shape[0] - 1), T.min(col, size - 1)
         inside = (first + block < blocks.shape[0]) & (col < size)
         top[0] = 0.0
+        # All loads first, with no branch among them.
         for r in T.unroll(size):
-            q[r] = T.if_then_else(inside, _skew(dsl, blocks[k, r, c], blocks[k, c, r], factor), 0.0)
+            q[r], x[r] = T.cast(blocks[k, r, c], "float32"), T.cast(blocks[k, c, r], "float32")
+        for r in T.unroll(size):
+            heads[r] = factor * (q[r] - x[r])
+            q[r] = T.if_then_else(inside, _bounded(dsl, heads[r]), 0.0)
             x[r] = T.if_then_else(col == r, 1.0, 0.0) - q[r]
             top[0] = T.max(top[0], _magnitude(dsl, q[r]))
         for step in T.unroll(5):
