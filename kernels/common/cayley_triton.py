@@ -77,98 +77,74 @@ def finish_scalars(product, delta, S: tl.constexpr):
 
 
 @triton.jit
-def _eliminate(q, S: tl.constexpr):
-    """(I - Q)⁻¹ from the rows of Q (a tuple of [N, P] tiles), row by row, by Gauss-Jordan in its own place, no pivots.
+def _eliminate(q, S: tl.constexpr, PIVOT: tl.constexpr):
+    """D from the rows of Q (a tuple of [N, P] tiles), by Gauss-Jordan on [I - Q | 2 Q], or pivoting on [I - Q | I].
 
-    A row is a register of every lane and a column is a lane, so that the pivot row is at hand and a column's entry comes
-    by one shuffle: no barrier.
+    A row of the system is a register of every lane and a column is a lane, so that the pivot row is at hand and a
+    column's entry comes by one shuffle: no barrier.
     """
     N: tl.constexpr = q[0].shape[0]
-    P: tl.constexpr = q[0].shape[1]
-    cols = tl.arange(0, P)[None, :]
-    x = ()
+    P: tl.constexpr = q[0].shape[1] // 2
+    lanes = tl.arange(0, 2 * P)[None, :]
+    cols = lanes % P
+    system = ()
     for r in tl.static_range(S):
-        x = x + (tl.where(cols == r, 1.0, 0.0) - q[r],)
+        one = tl.where(cols == r, 1.0, 0.0)
+        system = system + (tl.where(lanes < P, one - q[r], one if PIVOT else 2.0 * q[r]),)
     for p in tl.static_range(S):
-        from_p = tl.full((N, P), p, tl.int32)
-        inverse = 1.0 / tl.gather(x[p], from_p, axis=1)
-        pivot = tl.where(cols == p, inverse, x[p] * inverse)
+        from_p = tl.full((N, 2 * P), p, tl.int32)
+        pivot, head = system[p], tl.gather(system[p], from_p, axis=1)
+        heads = ()
+        for r in tl.static_range(S):
+            heads = heads + ((tl.gather(system[r], from_p, axis=1) if r != p else head),)
+        if PIVOT:
+            # Rows below p in turn give way to the row in hand where theirs has the larger head.
+            kept, kept_heads = (), ()
+            for r in tl.static_range(S):
+                row, row_head = system[r], heads[r]
+                if r > p:
+                    larger = tl.abs(row_head) > tl.abs(head)
+                    row, pivot = tl.where(larger, pivot, row), tl.where(larger, row, pivot)
+                    row_head, head = tl.where(larger, head, row_head), tl.where(larger, row_head, head)
+                kept, kept_heads = kept + (row,), kept_heads + (row_head,)
+            system, heads = kept, kept_heads
+        pivot *= 1.0 / head
         swept = ()
         for r in tl.static_range(S):
             if r == p:
                 swept = swept + (pivot,)
             else:
-                head = tl.gather(x[r], from_p, axis=1)
-                swept = swept + (tl.where(cols == p, 0.0, x[r]) - head * pivot,)
-        x = swept
-    return x
+                swept = swept + (system[r] - heads[r] * pivot,)
+        system = swept
+    delta = ()
+    for r in tl.static_range(S):
+        delta = delta + ((2.0 * (system[r] - tl.where(cols == r, 1.0, 0.0)) if PIVOT else system[r]),)
+    return delta
 
 
 @triton.jit
-def _eliminate_pivoting(q, S: tl.constexpr):
-    """(I - q)⁻¹ of [N, P, P] tiles by Gauss-Jordan with pivots on [I - q | I], rows and columns by reductions."""
-    P: tl.constexpr = q.shape[1]
-    rows, cols = tl.arange(0, P)[None, :, None], tl.arange(0, P)[None, None, :]
-    inverse = tl.zeros(q.shape, tl.float32) + tl.where(rows == cols, 1.0, 0.0)
-    system = inverse - q
-    for p in range(S):
-        column = tl.sum(tl.where(cols == p, system, 0.0), axis=2)
-        best = tl.argmax(tl.where(tl.arange(0, P)[None, :] >= p, tl.abs(column), -1.0), axis=1)[:, None, None]
-        pivot = tl.sum(tl.where(rows == best, system, 0.0), axis=1)[:, None, :]
-        pivot_inverse = tl.sum(tl.where(rows == best, inverse, 0.0), axis=1)[:, None, :]
-        system = tl.where(rows == best, tl.sum(tl.where(rows == p, system, 0.0), axis=1)[:, None, :], system)
-        inverse = tl.where(rows == best, tl.sum(tl.where(rows == p, inverse, 0.0), axis=1)[:, None, :], inverse)
-        head = 1.0 / tl.sum(tl.where(cols == p, pivot, 0.0), axis=2)[:, :, None]
-        column = tl.sum(tl.where(cols == p, system, 0.0), axis=2)[:, :, None]
-        inverse = tl.where(rows == p, pivot_inverse * head, inverse - column * (pivot_inverse * head))
-        system = tl.where(rows == p, pivot * head, system - column * (pivot * head))
-    return inverse
+def solve_lanes(blocks, delta, factor, first, n_k, S: tl.constexpr, N: tl.constexpr):
+    """delta[k] = D of the N blocks from `first` on (N a power of two, S ≤ 16).
 
-
-@triton.jit
-def _join_halves(rows, HALF: tl.constexpr):
-    joined = ()
-    for i in tl.static_range(HALF):
-        joined = joined + (tl.join(rows[i], rows[i + HALF]),)
-    return joined
-
-
-@triton.jit
-def _stack(rows):
-    """16 tiles [N, C] as one [N, C, 16], every entry still in its thread."""
-    tile = _join_halves(_join_halves(_join_halves(_join_halves(rows, 8), 4), 2), 1)[0]
-    return tl.reshape(tile, (tile.shape[0], tile.shape[1], 16))
-
-
-@triton.jit
-def solve_tile(blocks, factor, first, n_k, S: tl.constexpr, N: tl.constexpr):
-    """D of the N blocks from `first` on (S ≤ 16) as a float32 [N, 16, 16] tile whose axes are (block, m, n).
-
-    Up to |q| = 1 pivots are not worth their time. Warps that share blocks repeat the work and come to the same bits.
+    Up to |q| = 1 pivots are not worth their time. Warps that share blocks repeat the work and write the same bits.
     """
+    P: tl.constexpr = triton.next_power_of_2(S)
     block = first + tl.arange(0, N)[:, None]
-    cols = tl.arange(0, 16)[None, :]
+    lanes = tl.arange(0, 2 * P)[None, :]
+    cols = lanes % P
     mask = (block < n_k) & (cols < S)
     at = block.to(tl.int64) * (S * S)
-    q, top = (), tl.zeros((N, 16), tl.float32)
+    q, top = (), tl.zeros((N, 2 * P), tl.float32)
     for r in tl.static_range(S):
         upper = tl.load(blocks + at + r * S + cols, mask=mask, other=0.0)
         entry = _skew(upper, tl.load(blocks + at + cols * S + r, mask=mask, other=0.0), factor)
         q, top = q + (entry,), tl.maximum(top, tl.abs(entry))
-    for _ in tl.static_range(S, 16):
-        q = q + (tl.zeros((N, 16), tl.float32),)
-    turned = _stack(q)
     if tl.max(tl.max(top, axis=1), axis=0) > 1.0:
-        x = _eliminate_pivoting(turned, S)
+        d = _eliminate(q, S, True)
     else:
-        rows = _eliminate(q, S)
-        for r in tl.static_range(S, 16):
-            rows = rows + (tl.where(cols == r, 1.0, 0.0) + tl.zeros((N, 16), tl.float32),)
-        x = _stack(rows)
-    # D = 2 (X - I), but on the diagonal of a small Q that cancels, and 2 Q X does not.
-    eye = tl.where(tl.arange(0, 16)[None, :, None] == tl.arange(0, 16)[None, None, :], 1.0, 0.0)
-    d = 2.0 * (x - eye)
-    return tl.where((eye > 0.0) & (d > -0.5), -2.0 * tl.sum(turned * x, axis=2)[:, :, None], d)
+        d = _eliminate(q, S, False)
+    for r in tl.static_range(S):
+        tl.store(delta + at + r * S + cols, d[r], mask=mask & (lanes >= P))
 
 
 @triton.jit
@@ -204,26 +180,26 @@ def _solve_kernel(blocks, delta, shrink, S: tl.constexpr, P: tl.constexpr, HAS_S
 
 
 @triton.jit
-def _solve_tile_kernel(blocks, delta, shrink, n_k, S: tl.constexpr, N: tl.constexpr, HAS_SHRINK: tl.constexpr):
-    """delta[k] of N blocks by `solve_tile`."""
+def _solve_lanes_kernel(blocks, delta, shrink, n_k, S: tl.constexpr, N: tl.constexpr, HAS_SHRINK: tl.constexpr):
+    """delta[k] of N blocks by `solve_lanes`."""
     factor = 1.0
     if HAS_SHRINK:
         factor = tl.load(shrink)
-    first = tl.program_id(0) * N
-    _, _, offs, exists = tile_entries(first, n_k, S, N, 16, True)
-    tl.store(delta + offs, solve_tile(blocks, factor, first, n_k, S, N), mask=exists)
+    solve_lanes(blocks, delta, factor, tl.program_id(0) * N, n_k, S, N)
 
 
-def solve(blocks: Tensor, delta: Tensor, shrink: Tensor | None, inline: bool) -> bool:
-    """Writes delta[k, s, s] in a launch of its own, unless the next kernel's programs are to solve their blocks `inline`.
+def solve(blocks: Tensor, delta: Tensor, shrink: Tensor | None, programs: int, sms: int) -> bool:
+    """Writes delta[k, s, s] in a launch of its own, or returns True: each of `programs` had better solve its blocks inline.
 
-    Returns whether they have to; blocks above MAX_INLINE always get the launch.
+    Inline saves a launch while every SM has one program at most; beyond, the shuffles of programs that solve the same
+    blocks cost more (1280 channels, 1024 tokens on an H200: 8.1 µs inline, 5.9 µs with the launch).
     """
     count, size, _ = blocks.shape
     if size <= MAX_INLINE:
-        if not inline:
-            _solve_tile_kernel[(count,)](blocks, delta, shrink, count, size, 1, shrink is not None, num_warps=1)
-        return inline
+        if programs <= sms:
+            return True
+        _solve_lanes_kernel[(count,)](blocks, delta, shrink, count, size, 1, shrink is not None, num_warps=1)
+        return False
     width = triton.next_power_of_2(size)
     _solve_kernel[(count,)](blocks, delta, shrink, size, width, shrink is not None, num_warps=4 if width <= 32 else 8)
     return False
@@ -266,26 +242,12 @@ def split(value, dtype: tl.constexpr, BOUNDED: tl.constexpr):
 
 @triton.jit
 def rotation(
-    delta, blocks, rescale, shrink, first, n_k, save, dtype: tl.constexpr, S: tl.constexpr, N: tl.constexpr,
-    P: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_RESCALE: tl.constexpr, HAS_SHRINK: tl.constexpr, INLINE: tl.constexpr,
+    delta, rescale, first, n_k, dtype: tl.constexpr, S: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    TRANSPOSED: tl.constexpr, HAS_RESCALE: tl.constexpr,
 ):  # fmt: skip
-    """M = D diag(r) + diag(r - 1) of N blocks (M = D without rescale) as an [N, P, P] tile, through `split`.
-
-    D comes from delta[k, S, S], or INLINE is solved from `blocks`, and written to delta where `save` says so.
-    """
+    """M = D diag(r) + diag(r - 1) of N blocks (M = D without rescale) as an [N, P, P] tile, through `split`."""
     n, m, offs, exists = tile_entries(first, n_k, S, N, P, TRANSPOSED)
-    if INLINE:
-        factor = 1.0
-        if HAS_SHRINK:
-            factor = tl.load(shrink)
-        value = solve_tile(blocks, factor, first, n_k, S, N)
-        if save:
-            _, _, at, inside = tile_entries(first, n_k, S, N, P, True)
-            tl.store(delta + at, value, mask=inside)
-        if not TRANSPOSED:
-            value = tl.permute(value, (0, 2, 1))
-    else:
-        value = tl.load(delta + offs, mask=exists, other=0.0)
+    value = tl.load(delta + offs, mask=exists, other=0.0)
     if HAS_RESCALE:
         block = first + tl.arange(0, N)[:, None, None]
         r = tl.load(rescale + block * S + m, mask=(block < n_k) & (m < S), other=1.0).to(tl.float32)

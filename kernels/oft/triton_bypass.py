@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common.cayley import Gradients, check_size, shrink_factor
-from kernels.common.cayley_triton import dot_right, finish, finish_tile, pad, rotation, solve
+from kernels.common.cayley_triton import dot_right, finish, finish_tile, pad, rotation, solve, solve_lanes
 from kernels.common.triton_ops import precision
 from kernels.common.views import cdiv, rows, sm_count
 
@@ -19,8 +19,9 @@ from kernels.common.views import cdiv, rows, sm_count
 class Tokens:
     """Launch of a bypass kernel: a program takes the channels of `blocks` blocks, `block_t` tokens at a time.
 
-    tiles (forward): how many such tiles it loads before it works on the first. steps (backward): how many it walks, 0
-    meaning to the last token, with nothing left to sum. stages: tiles in flight on that walk.
+    tiles: how many such tiles it loads before it works on the first. steps (backward): how many times it does that, 0
+    meaning to the last token, with nothing left to sum. stages: loads in flight on that walk. lanes (backward): how many
+    sums of P a block has, each over its share of a tile's tokens (at least 16).
     """
 
     block_t: int
@@ -30,7 +31,6 @@ class Tokens:
     steps: int = 1
     stages: int = 3
     lanes: int = 1
-    inline: bool = True
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def _by_token(tile, BLOCK_T: tl.constexpr, N: tl.constexpr, P: tl.constexpr):
 def _bypass_kernel(
     y, blocks, rescale, shrink, base, out, delta, n_t, n_k, stride_yt, stride_bt,
     S: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BLOCK_T: tl.constexpr, TILES: tl.constexpr,
-    HAS_RESCALE: tl.constexpr, HAS_SHRINK: tl.constexpr, HAS_BASE: tl.constexpr, INLINE: tl.constexpr, SAVE: tl.constexpr,
+    HAS_RESCALE: tl.constexpr, HAS_SHRINK: tl.constexpr, HAS_BASE: tl.constexpr, INLINE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out of N blocks' channels over a span of tokens; tokens are on their way while D is solved."""
@@ -76,10 +76,13 @@ def _bypass_kernel(
     for t in tl.static_range(TILES):
         at, mask = _tokens(y, (pid_t * TILES + t) * BLOCK_T, offs_c, mask_c, n_t, stride_yt, BLOCK_T)
         tiles = tiles + (tl.load(at, mask=mask, other=0.0),)
-    high, low, factor = rotation(
-        delta, blocks, rescale, shrink, first, n_k, SAVE and pid_t == 0, y.dtype.element_ty, S, N, P, False,
-        HAS_RESCALE, HAS_SHRINK, INLINE,
-    )  # fmt: skip
+    if INLINE:
+        factor = 1.0
+        if HAS_SHRINK:
+            factor = tl.load(shrink)
+        solve_lanes(blocks, delta, factor, first, n_k, S, N)
+        tl.debug_barrier()
+    high, low, factor = rotation(delta, rescale, first, n_k, y.dtype.element_ty, S, N, P, False, HAS_RESCALE)
     for t in tl.static_range(TILES):
         start = (pid_t * TILES + t) * BLOCK_T
         tile = _by_block(tiles[t], BLOCK_T, N, P)
@@ -106,9 +109,7 @@ def _bypass_backward_kernel(
     offs_c = (first + lanes // P) * S + lanes % P
     mask_c = (first + lanes // P < n_k) & (lanes % P < S)
     if NEED_Y:
-        high, low, factor = rotation(
-            delta, None, rescale, None, first, n_k, False, y.dtype.element_ty, S, N, P, True, HAS_RESCALE, False, False
-        )
+        high, low, factor = rotation(delta, rescale, first, n_k, y.dtype.element_ty, S, N, P, True, HAS_RESCALE)
     # Tokens are shared out over LANES sums a block, so that no warp is without one; they meet at the end.
     product = tl.zeros((LANES * N, P, P), tl.float32)
     for step in range(steps):
@@ -145,13 +146,20 @@ def _bypass_backward_kernel(
 
 def bypass_config(n_t: int, n_k: int, size: int, dtype: torch.dtype, sms: int, *, backward: bool) -> Tokens:
     """A bypass kernel's launch: rows of 64 channels, and a few programs for every SM, each with tokens enough to fill it."""
-    blocks = max(1, 64 // pad(size))
+    width = pad(size)
+    if backward and width <= 16 and n_t <= 128:
+        # One program a block: nothing is left to sum, which saves the second launch.
+        return Tokens(128, 1, 4, steps=0, lanes=4)
+    blocks = max(1, 64 // width)
     block_t = 16 if n_t <= 256 else 64
     tiles = cdiv(n_t, block_t)
+    if not backward:
+        return Tokens(block_t, blocks, 4, tiles=1 if n_t <= 2048 else 2)
+    pairs = cdiv(tiles, 2)
+    if n_t > 2048 and width <= 16 and dtype is not torch.float32 and pairs * cdiv(n_k, blocks) <= 5 * sms:
+        return Tokens(block_t, blocks, 4, tiles=2)
     spans = min(tiles, max(1, cdiv(3 * sms, cdiv(n_k, blocks))))
-    if backward:
-        return Tokens(block_t, blocks, 4, steps=cdiv(tiles, spans))
-    return Tokens(block_t, blocks, 4, tiles=1 if n_t <= 2048 else 2)
+    return Tokens(block_t, blocks, 4, steps=cdiv(tiles, spans))
 
 
 def bypass_forward(
@@ -175,11 +183,11 @@ def bypass_forward(
     out = torch.empty(y.shape, dtype=out_dtype, device=y.device)
     delta = torch.empty(blocks.shape, dtype=torch.float32, device=y.device)
     grid = (cdiv(n_k, config.blocks), cdiv(n_t, config.block_t * config.tiles))
-    inline = solve(blocks, delta, shrink, config.inline)
+    inline = solve(blocks, delta, shrink, grid[0] * grid[1], sm_count(y.device))
     _bypass_kernel[grid](
         flat, blocks, rescale, shrink, bias, out, delta, n_t, n_k, flat.stride(0), 0 if bias is None else bias.stride(0),
         size, pad(size), config.blocks, config.block_t, config.tiles,
-        rescale is not None, shrink is not None, bias is not None, inline, any(needs), precision(y.dtype),
+        rescale is not None, shrink is not None, bias is not None, inline, precision(y.dtype),
         num_warps=config.num_warps,
     )  # fmt: skip
     return out, (delta,) if any(needs) else ()

@@ -18,6 +18,7 @@ from kernels.common.cayley_triton import (
     pad,
     rotation,
     solve,
+    solve_lanes,
     solve_scalars,
 )
 from kernels.common.triton_ops import precision
@@ -37,7 +38,6 @@ class Columns:
     tiles: int = 1
     steps: int = 1
     stages: int = 3
-    inline: bool = True
 
 
 @triton.jit
@@ -159,7 +159,7 @@ def _finish_scalars(
 def _dots_kernel(
     blocks, weight, rescale, shrink, base, out, delta, n_k, n_i, stride_wo, stride_bo,
     S: tl.constexpr, P: tl.constexpr, BLOCK_I: tl.constexpr, TILES: tl.constexpr,
-    HAS_RESCALE: tl.constexpr, HAS_SHRINK: tl.constexpr, HAS_BASE: tl.constexpr, INLINE: tl.constexpr, SAVE: tl.constexpr,
+    HAS_RESCALE: tl.constexpr, HAS_SHRINK: tl.constexpr, HAS_BASE: tl.constexpr, INLINE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """ΔW of one block: its columns are on their way while D is solved, then Mᵀ @ tile by tensor cores."""
@@ -171,10 +171,13 @@ def _dots_kernel(
     for t in tl.static_range(TILES):
         at = weight + (row + offs_n) * stride_wo + offs_i + t * BLOCK_I
         tiles = tiles + (tl.load(at, mask=(offs_n < S) & (offs_i + t * BLOCK_I < n_i), other=0.0),)
-    high, low, factor = rotation(
-        delta, blocks, rescale, shrink, pid_k, n_k, SAVE and pid_i == 0, weight.dtype.element_ty, S, 1, P, True,
-        HAS_RESCALE, HAS_SHRINK, INLINE,
-    )  # fmt: skip
+    if INLINE:
+        factor = 1.0
+        if HAS_SHRINK:
+            factor = tl.load(shrink)
+        solve_lanes(blocks, delta, factor, pid_k, n_k, S, 1)
+        tl.debug_barrier()
+    high, low, factor = rotation(delta, rescale, pid_k, n_k, weight.dtype.element_ty, S, 1, P, True, HAS_RESCALE)
     high, low = tl.reshape(high, (P, P)), tl.reshape(low, (P, P))
     for t in tl.static_range(TILES):
         mask = (offs_n < S) & (offs_i + t * BLOCK_I < n_i)
@@ -202,9 +205,7 @@ def _dots_backward_kernel(
     offs_n = tl.arange(0, P)[:, None]
     row = pid_k.to(tl.int64) * S
     if NEED_WEIGHT:
-        high, low, factor = rotation(
-            delta, None, rescale, None, pid_k, n_k, False, weight.dtype.element_ty, S, 1, P, False, HAS_RESCALE, False, False
-        )
+        high, low, factor = rotation(delta, rescale, pid_k, n_k, weight.dtype.element_ty, S, 1, P, False, HAS_RESCALE)
         high, low = tl.reshape(high, (P, P)), tl.reshape(low, (P, P))
     lanes = tl.zeros((LANES, P, P), tl.float32)
     for step in range(steps):
@@ -276,9 +277,9 @@ def merge_forward(
             *operands, size, config.block_i, config.tiles, *flags, bool(saved), num_warps=config.num_warps
         )
         return out, saved
-    inline = solve(blocks, delta, shrink, config.inline)
+    inline = solve(blocks, delta, shrink, grid[0] * grid[1], sm_count(weight.device))
     _dots_kernel[grid](
-        *operands, size, pad(size), config.block_i, config.tiles, *flags, inline, any(needs), precision(w.dtype),
+        *operands, size, pad(size), config.block_i, config.tiles, *flags, inline, precision(w.dtype),
         num_warps=config.num_warps,
     )  # fmt: skip
     return out, saved
