@@ -5,7 +5,7 @@ A program takes N blocks' channels, each padded from S to P: a tile is [BLOCK_T,
 
 from typing import Any
 
-from kernels.common.cayley_tilelang import finish_tile, load_blocks, rotation, solve_shared
+from kernels.common.cayley_tilelang import finish_tile, load_blocks, rotation, solve_inline
 from kernels.common.tilelang_target import Dsl, Size
 
 
@@ -44,23 +44,24 @@ def _store(dsl: Dsl, tile: Any, out: Any, start: Any, first: Any, size: int, wid
     return (whole if size == width else padded)(tile, out, start, first)
 
 
-def _turn(dsl: Dsl, tile: Any, high: Any, low: Any, factor: Any, acc: Any, result: Any, width: int) -> Any:
-    """result[:, block] = factor · tile[:, block] @ (high + low)[block] for every block of the tile."""
+def _turn(dsl: Dsl, tile: Any, high: Any, low: Any, factor: Any, accs: Any, result: Any, width: int) -> Any:
+    """result[:, block] = factor · tile[:, block] @ (high + low)[block] for every block of the tile; `accs` has one each."""
     T = dsl.T
     blocks = tuple(range(int(tile.shape[1]) // width))
 
     @T.macro
-    def turned(tile, high, low, factor, acc, result):  # type: ignore[no-untyped-def]
+    def turned(tile, high, low, factor, result):  # type: ignore[no-untyped-def]
         for b in blocks:
-            T.clear(acc)
-            dsl.gemm(tile[:, b * width : (b + 1) * width], high[b * width : (b + 1) * width, :], acc)
+            T.clear(accs[b])
+            dsl.gemm(tile[:, b * width : (b + 1) * width], high[b * width : (b + 1) * width, :], accs[b])
             if tile.dtype != "float32":
-                dsl.gemm(tile[:, b * width : (b + 1) * width], low[b * width : (b + 1) * width, :], acc)
+                dsl.gemm(tile[:, b * width : (b + 1) * width], low[b * width : (b + 1) * width, :], accs[b])
+        for b in blocks:
             for i, j in dsl.parallel(tile.shape[0], width):
-                acc[i, j] *= factor[0]
-            T.copy(acc, result[:, b * width : (b + 1) * width])
+                accs[b][i, j] *= factor[0]
+            T.copy(accs[b], result[:, b * width : (b + 1) * width])
 
-    return turned(tile, high, low, factor, acc, result)
+    return turned(tile, high, low, factor, result)
 
 
 def forward(
@@ -90,15 +91,14 @@ def forward(
             ahead = [dsl.fragment((BLOCK_T, N * P), dtype) for t in tiles]
             tile = dsl.shared((BLOCK_T, N * P), dtype)
             result = dsl.shared((BLOCK_T, N * P), "float32" if base_dtype is not None else out_dtype)
-            acc = dsl.fragment((BLOCK_T, P))
+            accs = [dsl.fragment((BLOCK_T, P)) for b in tuple(range(N))]
             d = dsl.shared((N * P, P), "float32")
             high, low = dsl.shared((N * P, P), dtype), dsl.shared((N * P, P), dtype)
             factor = dsl.shared((1,), "float32")
             for t in tiles:
                 _load(dsl, y, (pid_t * config.tiles + t) * BLOCK_T, pid_k * N, ahead[t], S, P, n_k)
             if inline:
-                system = dsl.shared((2, N, S, 2 * S), "float32")
-                solve_shared(dsl, blocks, pid_k * N, shrink[0] if has_shrink else 1.0, system, d, P)
+                solve_inline(dsl, blocks, pid_k * N, shrink[0] if has_shrink else 1.0, d, S, P, config.threads)
                 if save:
                     if pid_t == 0:
                         for i, m in dsl.parallel(N * P, P):
@@ -120,7 +120,7 @@ def forward(
             for t in tiles:
                 start = (pid_t * config.tiles + t) * BLOCK_T
                 T.copy(ahead[t], tile)
-                _turn(dsl, tile, high, low, factor, acc, result, P)
+                _turn(dsl, tile, high, low, factor, accs, result, P)
                 if base_dtype is not None:
                     for i, j in dsl.parallel(BLOCK_T, N * P):
                         if start + i < n_t and pid_k * N + j // P < n_k and j % P < S:
@@ -158,7 +158,7 @@ def backward(
             g = dsl.shared((BLOCK_T, N * P), dtype)
             tile = dsl.shared((BLOCK_T, N * P), dtype)
             result = dsl.shared((BLOCK_T, N * P), dtype)
-            acc = dsl.fragment((BLOCK_T, P))
+            accs = [dsl.fragment((BLOCK_T, P)) for b in tuple(range(N))]
             # Every pair of blocks, of which the diagonal ones are P: enough rows for all warps of a product.
             product = dsl.fragment((N * P, N * P))
             d = dsl.shared((N * P, P), "float32")
@@ -174,7 +174,7 @@ def backward(
                     _load(dsl, y, start, pid_k * N, tile, S, P, n_k)
                     dsl.gemm(tile, g, product, transpose_a=True)
                 if need_y:
-                    _turn(dsl, g, high, low, factor, acc, result, P)
+                    _turn(dsl, g, high, low, factor, accs, result, P)
                     _store(dsl, result, grad_y, start, pid_k * N, S, P, n_k)
             if need_p:
                 if split:

@@ -40,6 +40,7 @@ class Columns:
     tiles: int = 1
     steps: int = 1
     stages: int = 3
+    inline: bool = True
     passes: tuple[str, ...] = _PLAIN
 
 
@@ -57,6 +58,7 @@ class Tokens:
     tiles: int = 1
     steps: int = 1
     stages: int = 3
+    inline: bool = True
     passes: tuple[str, ...] = _PLAIN
 
 
@@ -138,7 +140,7 @@ def merge_forward(
         run = build(tilelang_merge.scalars, target, **sizes(target, I=shape[1]), WIDTH=width, **constants)
     else:
         shape = (n_k, size, n_i)
-        inline = solve(blocks, delta, shrink)
+        inline = solve(blocks, delta, shrink, config.inline)
         run = build(tilelang_merge.dots, target, **sizes(target, I=n_i), P=pad(size), inline=inline, **constants)
     shrink = None if shrink is None else shrink.view(1)
     run(blocks, weight.view(shape), rescale, shrink, None if base is None else base.view(shape), out.view(shape), delta)
@@ -217,7 +219,7 @@ def bypass_forward(
     shrink = shrink_factor(blocks, constraint)
     out = torch.empty(y.shape, dtype=out_dtype, device=y.device)
     delta = torch.empty(blocks.shape, dtype=torch.float32, device=y.device)
-    inline = solve(blocks, delta, shrink)
+    inline = solve(blocks, delta, shrink, config.inline)
     run = build(
         tilelang_bypass.forward,
         target,

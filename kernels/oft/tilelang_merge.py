@@ -11,7 +11,7 @@ from kernels.common.cayley_tilelang import (
     load_blocks,
     rotation,
     solve_scalars,
-    solve_shared,
+    solve_inline,
 )
 from kernels.common.tilelang_target import Dsl, Size
 
@@ -210,8 +210,7 @@ def dots(
             for t in tiles:
                 T.copy(weight[pid_k, 0, (pid_i * config.tiles + t) * BLOCK_I], ahead[t])
             if inline:
-                system = dsl.shared((2, 1, S, 2 * S), "float32")
-                solve_shared(dsl, blocks, pid_k, shrink[0] if has_shrink else 1.0, system, d, P)
+                solve_inline(dsl, blocks, pid_k, shrink[0] if has_shrink else 1.0, d, S, P, config.threads)
                 if save:
                     if pid_i == 0:
                         for n, m in dsl.parallel(P, P):

@@ -20,8 +20,9 @@ from kernels.common.views import cdiv, rows, sm_count
 class Tokens:
     """Launch of a bypass kernel: a program takes the channels of `blocks` blocks, `block_t` tokens at a time.
 
-    tiles (forward): how many such tiles it loads before it works on the first. steps (backward): how many it walks, 0
-    meaning to the last token, with nothing left to sum. stages: tiles in flight on that walk.
+    tiles: how many such tiles it loads before it works on the first. steps (backward): how many times it does that, 0
+    meaning to the last token, with nothing left to sum. stages: loads in flight on that walk. lanes (backward): how many
+    sums of P a block has, each over its share of a tile's tokens (at least 16).
     """
 
     block_t: int
@@ -30,6 +31,7 @@ class Tokens:
     tiles: int = 1
     steps: int = 1
     stages: int = 3
+    lanes: int = 1
 
 
 @triton.jit
@@ -43,6 +45,13 @@ def _tokens(x, t, offs_c, mask_c, stop, stride_xt, BLOCK_T: tl.constexpr):
 def _by_block(tile, BLOCK_T: tl.constexpr, N: tl.constexpr, P: tl.constexpr):
     """[T, N · P] as [N, T, P]."""
     return tl.permute(tl.reshape(tile, (BLOCK_T, N, P)), (1, 0, 2))
+
+
+@triton.jit
+def _by_lane(tile, BLOCK_T: tl.constexpr, N: tl.constexpr, P: tl.constexpr, LANES: tl.constexpr):
+    """[T, N · P] as [LANES · N, T / LANES, P]."""
+    tile = tl.permute(tl.reshape(tile, (LANES, BLOCK_T // LANES, N, P)), (0, 2, 1, 3))
+    return tl.reshape(tile, (LANES * N, BLOCK_T // LANES, P))
 
 
 @triton.jit
@@ -91,7 +100,7 @@ def _bypass_kernel(
 @triton.jit
 def _bypass_backward_kernel(
     grad, y, rescale, delta, parts, grad_y, grad_blocks, grad_rescale, n_t, n_k, steps, stride_gt, stride_yt,
-    S: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BLOCK_T: tl.constexpr,
+    S: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BLOCK_T: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr,
     HAS_RESCALE: tl.constexpr, NEED_Y: tl.constexpr, NEED_BLOCKS: tl.constexpr, NEED_RESCALE: tl.constexpr,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -104,20 +113,28 @@ def _bypass_backward_kernel(
     mask_c = (first + lanes // P < n_k) & (lanes % P < S)
     if NEED_Y:
         high, low, factor = rotation(delta, rescale, first, n_k, y.dtype.element_ty, S, N, P, True, HAS_RESCALE)
-    product = tl.zeros((N, P, P), tl.float32)
+    # Tokens are shared out over LANES sums a block, so that no warp is without one; they meet at the end.
+    product = tl.zeros((LANES * N, P, P), tl.float32)
     for step in range(steps):
-        start = (pid_t * steps + step) * BLOCK_T
-        at, mask = _tokens(grad, start, offs_c, mask_c, n_t, stride_gt, BLOCK_T)
-        g = _by_block(tl.load(at, mask=mask, other=0.0), BLOCK_T, N, P)
-        if NEED_P:
-            at, mask = _tokens(y, start, offs_c, mask_c, n_t, stride_yt, BLOCK_T)
-            left = tl.permute(tl.reshape(tl.load(at, mask=mask, other=0.0), (BLOCK_T, N, P)), (1, 2, 0))
-            product = tl.dot(left, g, product, input_precision=PRECISION)
-        if NEED_Y:
-            value = _by_token(dot_right(g, high, low, PRECISION) * factor, BLOCK_T, N, P)
-            at, mask = _tokens(grad_y, start, offs_c, mask_c, n_t, n_k * S, BLOCK_T)
-            tl.store(at, value.to(grad_y.dtype.element_ty), mask=mask)
+        start = (pid_t * steps + step) * (TILES * BLOCK_T)
+        grads, inputs = (), ()
+        for t in tl.static_range(TILES):
+            at, mask = _tokens(grad, start + t * BLOCK_T, offs_c, mask_c, n_t, stride_gt, BLOCK_T)
+            grads = grads + (tl.load(at, mask=mask, other=0.0),)
+            if NEED_P:
+                at, mask = _tokens(y, start + t * BLOCK_T, offs_c, mask_c, n_t, stride_yt, BLOCK_T)
+                inputs = inputs + (tl.load(at, mask=mask, other=0.0),)
+        for t in tl.static_range(TILES):
+            if NEED_P:
+                left, right = _by_lane(inputs[t], BLOCK_T, N, P, LANES), _by_lane(grads[t], BLOCK_T, N, P, LANES)
+                product = tl.dot(tl.permute(left, (0, 2, 1)), right, product, input_precision=PRECISION)
+            if NEED_Y:
+                value = dot_right(_by_block(grads[t], BLOCK_T, N, P), high, low, PRECISION) * factor
+                value = _by_token(value, BLOCK_T, N, P).to(grad_y.dtype.element_ty)
+                at, mask = _tokens(grad_y, start + t * BLOCK_T, offs_c, mask_c, n_t, n_k * S, BLOCK_T)
+                tl.store(at, value, mask=mask)
     if NEED_P:
+        product = tl.sum(tl.reshape(product, (LANES, N, P, P)), axis=0)
         if SPLIT:
             block = first + tl.arange(0, N)[:, None, None]
             offs_n, offs_m = tl.arange(0, P)[None, :, None], tl.arange(0, P)[None, None, :]
@@ -132,13 +149,20 @@ def _bypass_backward_kernel(
 
 def bypass_config(n_t: int, n_k: int, size: int, dtype: torch.dtype, sms: int, *, backward: bool) -> Tokens:
     """A bypass kernel's launch: rows of 64 channels, and a few programs for every SM, each with tokens enough to fill it."""
-    blocks = max(1, 64 // pad(size))
+    width = pad(size)
+    if backward and width <= 16 and n_t <= 128:
+        # One program a block: nothing is left to sum, which saves the second launch.
+        return Tokens(128, 1, 4, steps=0, lanes=4)
+    blocks = max(1, 64 // width)
     block_t = 16 if n_t <= 256 else 64
     tiles = cdiv(n_t, block_t)
+    if not backward:
+        return Tokens(block_t, blocks, 4, tiles=1 if n_t <= 2048 else 2)
+    pairs = cdiv(tiles, 2)
+    if n_t > 2048 and width <= 16 and dtype is not torch.float32 and pairs * cdiv(n_k, blocks) <= 5 * sms:
+        return Tokens(block_t, blocks, 4, tiles=2)
     spans = min(tiles, max(1, cdiv(3 * sms, cdiv(n_k, blocks))))
-    if backward:
-        return Tokens(block_t, blocks, 4, steps=cdiv(tiles, spans))
-    return Tokens(block_t, blocks, 4, tiles=1 if n_t <= 2048 else 2)
+    return Tokens(block_t, blocks, 4, steps=cdiv(tiles, spans))
 
 
 def bypass_forward(
@@ -191,12 +215,13 @@ def bypass_backward(
     config = config or bypass_config(n_t, n_k, size, y.dtype, sm_count(y.device), backward=True)
     grads = Gradients(blocks, rescale, constraint, need_blocks, need_rescale)
     grad_y = torch.empty(y.shape, dtype=y.dtype, device=y.device) if need_y else None
-    steps = config.steps or cdiv(n_t, config.block_t)
-    splits = cdiv(n_t, config.block_t * steps)
+    span = config.block_t * config.tiles
+    steps = config.steps or cdiv(n_t, span)
+    splits = cdiv(n_t, span * steps)
     parts = grads.partials(splits)
     _bypass_backward_kernel[(cdiv(n_k, config.blocks), splits)](
         g, flat, rescale, saved[0], parts, grad_y, grads.blocks, grads.rescale, n_t, n_k, steps,
-        g.stride(0), flat.stride(0), size, pad(size), config.blocks, config.block_t,
+        g.stride(0), flat.stride(0), size, pad(size), config.blocks, config.block_t, config.tiles, config.lanes,
         rescale is not None, need_y, need_blocks, need_rescale, parts is not None, precision(y.dtype),
         num_warps=config.num_warps, num_stages=config.stages,
     )  # fmt: skip
