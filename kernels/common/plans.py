@@ -114,7 +114,7 @@ class _Recorder(TorchDispatchMode):
                 self.obstacle = "a copy that is not contiguous"
         elif func.is_view or func.overloadpacket is _aten._unsafe_view:
             for made in result if isinstance(result, (list, tuple)) else (result,):
-                self._own(made, self.owner[id(args[0])])
+                self._own(made, self._owner(args[0]))
         else:
             self.obstacle = str(func)
         return result
@@ -157,6 +157,13 @@ class _Recorder(TorchDispatchMode):
         self._own(tensor, buffer)
         self.steps.append(lambda: "" if buffer.scratch else f"{buffer.name} = {buffer.code}")
 
+    def _owner(self, tensor: Tensor) -> _Buffer:
+        """The buffer that a tensor is a view of; one from elsewhere (made by arithmetic, kept by the host code) has none."""
+        if id(tensor) not in self.owner:
+            self.obstacle = self.obstacle or "a tensor that is neither an input nor a buffer"
+            self._own(tensor, _Buffer("unknown", tensor, scratch=False))
+        return self.owner[id(tensor)]
+
     def _own(self, tensor: Tensor, buffer: _Buffer) -> None:
         self.kept.append(tensor)
         self.owner[id(tensor)] = buffer
@@ -169,14 +176,14 @@ class _Recorder(TorchDispatchMode):
 
     def _pointer(self, tensor: Tensor) -> Callable[[], str]:
         """The tensor's address; what it is an address in is settled when the whole plan is known."""
-        buffer = self.owner[id(tensor)]
+        buffer = self._owner(tensor)
         offset = tensor.data_ptr() - buffer.tensor.data_ptr()
         plus = f" + {offset}" if offset else ""
         return lambda: (f"{buffer.name}" if buffer.scratch else f"{buffer.name}.data_ptr()") + plus
 
     def tensor(self, tensor: Tensor) -> str:
         """An expression for a tensor that is a buffer or a view of one; such a buffer gets an allocation of its own."""
-        buffer = self.owner[id(tensor)]
+        buffer = self._owner(tensor)
         buffer.scratch = False
         whole, shape, stride = buffer.tensor, tuple(tensor.shape), tensor.stride()
         if tensor.dtype is not whole.dtype:
