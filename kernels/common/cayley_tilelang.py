@@ -146,6 +146,9 @@ def solve_lanes(dsl: Dsl, blocks: Any, first: Any, factor: Any, tile: Any, size:
     # Whole warps: lanes past the last block repeat the first's work.
     lanes = max(32, count * 16)
     rounds = tuple(range(0, lanes, threads))
+    # A lane's own row comes in 16-byte accesses where rows are multiples of that.
+    vector = 16 * 8 // T.dtype(blocks.dtype).bits
+    vector = vector if size % vector == 0 else 1
 
     @T.macro
     def exchanged(x, heads, order, p):  # type: ignore[no-untyped-def]
@@ -181,8 +184,12 @@ def solve_lanes(dsl: Dsl, blocks: Any, first: Any, factor: Any, tile: Any, size:
         inside = (first + block < blocks.shape[0]) & (col < size)
         top[0] = 0.0
         # All loads first, with no branch among them.
+        own = T.alloc_local((size,), blocks.dtype)
+        for start in tuple(range(0, size, vector)):
+            for r in T.vectorized(vector):
+                own[start + r] = blocks[k, c, start + r]
         for r in T.unroll(size):
-            q[r], x[r] = T.cast(blocks[k, r, c], "float32"), T.cast(blocks[k, c, r], "float32")
+            q[r], x[r] = T.cast(blocks[k, r, c], "float32"), T.cast(own[r], "float32")
         for r in T.unroll(size):
             heads[r] = factor * (q[r] - x[r])
             q[r] = T.if_then_else(inside, _bounded(dsl, heads[r]), 0.0)
