@@ -232,9 +232,7 @@ def solve_lanes(dsl: Dsl, blocks: Any, first: Any, factor: Any, tile: Any, size:
     return in_rounds(blocks, first, factor, tile)
 
 
-def solve_inline(
-    dsl: Dsl, blocks: Any, first: Any, factor: Any, tile: Any, size: int, width: int, threads: int
-) -> Any:
+def solve_inline(dsl: Dsl, blocks: Any, first: Any, factor: Any, tile: Any, size: int, width: int, threads: int) -> Any:
     """tile[N * P, P] = D of N blocks from `first` on, S ≤ 16, by lanes where there are any."""
     if not dsl.cpu:
         return solve_lanes(dsl, blocks, first, factor, tile, size, threads)

@@ -10,8 +10,8 @@ from kernels.common.cayley_tilelang import (
     finish_tile,
     load_blocks,
     rotation,
-    solve_scalars,
     solve_inline,
+    solve_scalars,
 )
 from kernels.common.tilelang_target import Dsl, Size
 
