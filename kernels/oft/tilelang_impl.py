@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from kernels.common.cayley import MAX_SCALARS, Gradients, check_size, pad, shrink_factor
-from kernels.common.cayley_tilelang import finish, solve
+from kernels.common.cayley_solve_tilelang import solve
+from kernels.common.cayley_tilelang import finish
 from kernels.common.tilelang_target import Target, build, dtype_name, ready, sizes, target_of
 from kernels.common.views import cdiv, rows, sm_count
 from kernels.oft import tilelang_bypass, tilelang_merge
