@@ -1,4 +1,4 @@
-"""`python -m harness quick | sweep | verdict | figures | compare | selfcheck`."""
+"""`python -m harness quick | sweep | verdict | figures | compare | selfcheck | crosscheck`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from harness import comparison, figure, quickcheck, stamp, sweeper, throttle, verdicts
 from harness.measure import DeadContext
 from harness.record import RecordError
+from harness.steps import ARMS, BACKENDS, chosen
 
 DTYPES = ("fp16", "bf16", "fp32", "all")
 
@@ -30,10 +32,14 @@ def parser() -> argparse.ArgumentParser:
     sweep.add_argument("--op", help="only this op")
     sweep.add_argument("--case", default="*", help="only cases whose name matches this shell pattern")
     sweep.add_argument("--jobs", type=int, help="processes that compile beforehand (number of CPUs; 0: none)")
+    sweep.add_argument(
+        "--workers", metavar="N|ADDRESS", help="on N GPUs of this machine, or on the workers of a Dask scheduler"
+    )
     sweep.add_argument("--retry", action="store_true", help="measure failed and invalid rows again")
     sweep.add_argument("--figures", default="out/figures", help="folder of the figures")
 
     for command in (quick, sweep):
+        command.add_argument("--backends", help=f"arms, comma-separated; of {', '.join(ARMS)}")
         command.add_argument("--allow-busy", action="store_true", help="measure though the GPU is busy")
 
     verdict = commands.add_parser("verdict", help="geometric means over the cases of a recorded run")
@@ -48,9 +54,13 @@ def parser() -> argparse.ArgumentParser:
     compare = commands.add_parser("compare", help="faster | same | slower | unclear per row; exits 1 on slower")
     compare.add_argument("run_a", metavar="RUN_A", help="file or folder")
     compare.add_argument("run_b", metavar="RUN_B", help="file or folder")
-    compare.add_argument("--foreign", action="store_true", help="compare runs of two cards")
+    compare.add_argument("--foreign", action="store_true", help="compare runs of two cards or schemas all the same")
 
-    commands.add_parser("selfcheck", help="checks the measuring itself on this GPU in under a minute")
+    cross = commands.add_parser("crosscheck", help="device time three ways on six cases, kept in ceilings.json")
+    cross.add_argument("--dir", help="folder of the records, data/<gpu> by default")
+    cross.add_argument("--dtype", choices=DTYPES[:3], default="fp16")
+
+    commands.add_parser("selfcheck", help="plants faults that have to be caught; on a GPU also checks the timing")
     return top
 
 
@@ -70,11 +80,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _quick(arguments: argparse.Namespace) -> int:
     if stamp.environment()["gpu"] is None:
         print("no GPU: the maths of every backend at tiny sizes on the CPU, no times")
-    rows = quickcheck.quick(arguments.op, arguments.dtype, allow_busy=arguments.allow_busy, echo=print)
+    arms = chosen(arguments.backends, BACKENDS)
+    rows = quickcheck.quick(arguments.op, arguments.dtype, backends=arms, allow_busy=arguments.allow_busy, echo=print)
     return 0 if quickcheck.passed(rows) else 1
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
+    if arguments.workers:
+        return _sweep_workers(arguments)
     try:
         folder = sweeper.sweep(
             arguments.family,
@@ -82,6 +95,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
             arguments.out,
             case=arguments.case,
             op=arguments.op,
+            backends=chosen(arguments.backends, ARMS),
             jobs=arguments.jobs,
             retry=arguments.retry,
             allow_busy=arguments.allow_busy,
@@ -92,9 +106,30 @@ def _sweep(arguments: argparse.Namespace) -> int:
         again = [argument for argument in sys.argv[1:] if argument != "--retry"]
         # Replacing this process frees the memory that its dead context holds.
         os.execv(sys.executable, [sys.executable, "-m", "harness", *again])
-    print(f"figures in {figure.figures(folder, arguments.figures)}")
-    print(verdicts.verdict(folder, "fp16" if arguments.dtype == "all" else arguments.dtype, format="text"))
+    _show(folder, arguments)
     return 0
+
+
+def _sweep_workers(arguments: argparse.Namespace) -> int:
+    try:
+        from harness import cluster, spread
+    except ImportError as error:
+        print(f"harness: --workers needs the extra `cluster` ({error}): pip install -e '.[cluster]'", file=sys.stderr)
+        return 2
+    options = ("family", "dtype", "out", "case", "op", "jobs", "retry", "allow_busy")
+    try:
+        folders = spread.sweep(arguments.workers, **{name: getattr(arguments, name) for name in options})
+    except (cluster.NoWorkers, spread.LostScheduler, OSError) as error:
+        print(f"harness: {error}", file=sys.stderr)
+        return 2
+    for folder in folders:
+        _show(folder, arguments, Path(arguments.figures) / folder.name if len(folders) > 1 else None)
+    return 0
+
+
+def _show(folder: Path, arguments: argparse.Namespace, figures: Path | None = None) -> None:
+    print(f"figures in {figure.figures(folder, figures or arguments.figures)}")
+    print(verdicts.verdict(folder, "fp16" if arguments.dtype == "all" else arguments.dtype, format="text"))
 
 
 def _verdict(arguments: argparse.Namespace) -> int:
@@ -111,14 +146,26 @@ def _compare(arguments: argparse.Namespace) -> int:
     changes = comparison.compare(arguments.run_a, arguments.run_b, foreign=arguments.foreign)
     for change in changes:
         print(change)
+    for line in comparison.differences(arguments.run_a, arguments.run_b, changes):
+        print(line)
     print(comparison.summary(changes))
     return 1 if comparison.worse(changes) else 0
+
+
+def _crosscheck(arguments: argparse.Namespace) -> int:
+    from harness import crosscheck
+
+    rows = sweeper.crosscheck_into(arguments.dir, arguments.dtype)
+    for row in rows:
+        found = crosscheck.times(row) or {}
+        values = " · ".join(f"{way} {value:.2f}" for way, value in found.items())
+        print(f"{row['op']} {row['case']} {row['arm']} {row['phase']}: {values}  {crosscheck.explain(row)}")
+    return 0 if crosscheck.explained(rows) else 1
 
 
 def _selfcheck(arguments: argparse.Namespace) -> int:
     from harness import selfcheck
 
-    sweeper.require_gpu()
     return selfcheck.main()
 
 

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
-from harness import record
-from harness.record import ForeignGpu, Record, Row, row_key
+from harness import record, stamp
+from harness.record import ForeignGpu, MixedSchemas, Record, Row, row_key
+from harness.statistic import row_ratio
+from harness.steps import plain
 
-# A change inside this band is the same: repeated sweeps of unchanged kernels move by about this much.
-BAND = 0.03
+# A change inside this band is the same. In the middle between no change and the 10 % that has to be found, less what the
+# windows of a run scatter by (3 % in the noisiest of the rows recorded on an H200).
+BAND = 0.04
+# The profiler's clock steps by 32 ns, and a time is a difference of two readings: that much is no change either.
+RESOLUTION_US = 0.064
 PHASES = ("fwd", "fwdbwd")
+VERDICTS = ("faster", "same", "slower", "unclear")
+# Arms that are PyTorch's own: where they moved, the card or the software did.
+CONTROL = ("eager", "compile")
 
 
 @dataclass(frozen=True)
 class Change:
-    """One row's phase in both runs; `ratio` is the second's best device time over the first's, below 1 is faster."""
+    """One row's phase in both runs.
+
+    ratio: the second's best device time over the first's, below 1 is faster; low, high: its 95 % interval.
+    broken: the row was ok and no longer is.
+    """
 
     key: tuple[str, ...]
     phase: str
@@ -24,27 +37,47 @@ class Change:
     ratio: float | None = None
     note: str = ""
     broken: bool = False
+    low: float | None = None
+    high: float | None = None
 
     def __str__(self) -> str:
         ratio = "" if self.ratio is None else f"  {self.ratio:.3f}"
-        return f"{self.verdict:8}{' '.join(self.key)} {self.phase}{ratio}{'  ' + self.note if self.note else ''}"
+        span = "" if self.low is None or self.high is None else f" [{self.low:.3f}–{self.high:.3f}]"
+        note = f"  {self.note}" if self.note else ""
+        return f"{self.verdict:8}{' '.join(self.key)} {self.phase}{ratio}{span}{note}"
 
 
 def compare(a: str | Path, b: str | Path, *, foreign: bool = False) -> list[Change]:
-    """Every row of two runs, files or folders of them; ForeignGpu for two cards' runs unless `foreign` is set."""
+    """Every row of two runs, files or folders of them.
+
+    Raises:
+        ForeignGpu: runs of two cards, unless `foreign` is set. MixedSchemas: files of two schemas, likewise.
+    """
     first, second = _runs(a), _runs(b)
     changes: list[Change] = []
     for name in dict.fromkeys([*first, *second]):
         one, two = first.get(name, Record({})), second.get(name, Record({}))
-        cards = {run.meta["gpu"] for run in (one, two) if run.meta}
-        if len(cards) > 1 and not foreign:
-            raise ForeignGpu(
-                f"{name}: runs of {' and '.join(sorted(map(str, cards)))}; --foreign compares all the same"
-            )
-        rows_a, rows_b = ({row_key(row): row for row in run.rows} for run in (one, two))
-        for key in dict.fromkeys([*rows_a, *rows_b]):
-            changes += [_change(key, phase, rows_a.get(key), rows_b.get(key)) for phase in PHASES]
+        if not foreign:
+            _refuse_unlike(name, [run for run in (one, two) if run.meta])
+        changes += compare_rows(one.rows, two.rows)
     return changes
+
+
+def _refuse_unlike(name: str, runs: Sequence[Record]) -> None:
+    cards = sorted({str(run.meta["gpu"]) for run in runs})
+    if len(cards) > 1:
+        raise ForeignGpu(f"{name}: runs of {' and '.join(cards)}; --foreign compares all the same")
+    schemas = sorted({run.schema for run in runs})
+    if len(schemas) > 1:
+        both = " and ".join(map(str, schemas))
+        raise MixedSchemas(f"{name}: files of schema {both}, which may mean other things by a key; --foreign compares")
+
+
+def compare_rows(a: Iterable[Row], b: Iterable[Row]) -> list[Change]:
+    """Every row of two runs, by its key."""
+    rows_a, rows_b = ({row_key(row): row for row in rows} for rows in (a, b))
+    keys = dict.fromkeys([*rows_a, *rows_b])
+    return [_change(key, phase, rows_a.get(key), rows_b.get(key)) for key in keys for phase in PHASES]
 
 
 def _runs(path: str | Path) -> dict[str, Record]:
@@ -62,26 +95,47 @@ def _change(key: tuple[str, ...], phase: str, a: Row | None, b: Row | None) -> C
         note = f"{a['status']} → {b['status']}" + (f" ({b['reason']})" if b["reason"] else "")
         return Change(key, phase, "unclear", note=note, broken=a["status"] == "ok")
     before, after = a[phase]["dev_us"], b[phase]["dev_us"]
-    ratio = min(after) / min(before)
-    low, high = min(after) / max(before), max(after) / min(before)
-    return Change(key, phase, classify(ratio, low, high), ratio)
+    found = row_ratio(after, before)
+    band = max(BAND, RESOLUTION_US / min(before))
+    flags = [flag for flag in ("noisy", "throttled") if a[flag] or b[flag]]
+    verdict = classify(found.value, found.low, found.high, band)
+    return Change(key, phase, verdict, found.value, ", ".join(flags), low=found.low, high=found.high)
 
 
-def classify(ratio: float, low: float, high: float) -> str:
-    """low, high: the extreme ratios of the two runs' windows."""
-    if high < 1 - BAND:
+def classify(ratio: float, low: float, high: float, band: float = BAND) -> str:
+    """low, high: the ratio's interval; a change counts where all of it lies outside the band around 1."""
+    if high < 1 - band:
         return "faster"
-    if low > 1 + BAND:
+    if low > 1 + band:
         return "slower"
-    if 1 - BAND <= ratio <= 1 + BAND:
+    if 1 - band <= ratio <= 1 + band:
         return "same"
     return "unclear"
 
 
+def differences(a: str | Path, b: str | Path, changes: Iterable[Change]) -> list[str]:
+    """What else is not the same in the two runs: software, sources, the state of their trees, PyTorch's own arms."""
+    runs = [list(_runs(path).values()) for path in (a, b)]
+    lines = []
+    for name in ("gpu", *(name for name in stamp.IDENTITY if name not in ("gpu", "kernels_sha256"))):
+        both = [", ".join(sorted({str(run.meta.get(name)) for run in some})) for some in runs]
+        if both[0] != both[1]:
+            lines.append(f"{name}: {both[0]} → {both[1]}")
+    for which, some in zip(("first", "second"), runs, strict=True):
+        found = dict.fromkeys(label for run in some for label in stamp.labels(run.meta))
+        lines += [f"{which} run: {label}" for label in found]
+    control = [c.ratio for c in changes if c.ratio is not None and plain(c.key[-1]) in CONTROL]
+    if control:
+        lines.append(f"PyTorch's own arms: median ratio {median(control):.3f} over {len(control)} times")
+    return lines
+
+
 def summary(changes: Iterable[Change]) -> str:
-    """How many of each."""
+    """How many of each, and the share that moved of those that could be told."""
     verdicts = [change.verdict for change in changes]
-    return ", ".join(f"{verdicts.count(name)} {name}" for name in ("faster", "same", "slower", "unclear"))
+    counts = ", ".join(f"{verdicts.count(name)} {name}" for name in VERDICTS)
+    moved = verdicts.count("faster") + verdicts.count("slower")
+    return f"{counts}; {moved / len(verdicts):.1%} moved" if verdicts else counts
 
 
 def worse(changes: Iterable[Change]) -> bool:

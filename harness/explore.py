@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import threading
 from collections.abc import Callable, Iterator
 from math import prod
@@ -11,11 +12,14 @@ import torch
 
 from harness import ceilings as limits
 from harness import precision
-from harness.markup import Frame, body, mimebundle, page, png
-from harness.measure import BACKENDS, Plan, make_bench, measure_case
+from harness.figure import plain
+from harness.generated import Generated, as_html, generated
+from harness.markup import Frame, body, mimebundle, page, png, svg
+from harness.measure import Plan, make_bench, measure_case
 from harness.record import Record, Row
 from harness.roofline import Point, draw_roofline, point, roofline_table
 from harness.stamp import DTYPES
+from harness.steps import BACKENDS
 from kernels import UnsupportedCase
 from kernels.registry import Case, Dims, Op, ops
 
@@ -33,6 +37,7 @@ class Explore:
         run: the recorded run whose card and cases stand beside the chosen call.
         op, dtype, backend: the first choice.
         measure: times one case and returns its row; this machine's GPU by default, None without one.
+        code: compiles one call and returns its kernels.
 
     Raises:
         ValueError: the run has no row of that op.
@@ -46,8 +51,9 @@ class Explore:
         backend: str = "triton",
         *,
         measure: Measure | None = None,
+        code: Callable[[str, Dims, str, str], list[Generated]] = generated,
     ) -> None:
-        self.run = run
+        self.run, self.code = run, code
         self.ops = list(dict.fromkeys(row["op"] for row in run.rows))
         if op not in self.ops:
             raise ValueError(f"Explore: got op {op!r}, wanted one of {', '.join(self.ops)}")
@@ -69,11 +75,23 @@ class Explore:
         title = f"{op}, {dtype}, {backend}"
         shares = [p.floor_us / p.dev_us for p in points if p.floor_us and p.dev_us]
         reached = f"{min(shares):.0%} to {max(shares):.0%} of the floor's rate" if shares else "nothing recorded"
-        figure = draw_roofline(
-            points, chosen, self.run.meta["ceilings"], title=title, backend=backend, kind=dtype, meta=self.run.meta
-        )
+        words = {backend: [f"{p.case}: {p.tflops(p.dev_us):.4g} TFLOP/s" for p in points if p.tflops(p.dev_us)]}
         return Frame(
-            png(figure), f"Roofline of {title}: {len(points)} cases, {reached}.", roofline_table([*chosen, *points])
+            svg(self._figure(op, dtype, backend, chosen), words),
+            f"Roofline of {title}: {len(points)} cases, {reached}.",
+            roofline_table([*chosen, *points]),
+        )
+
+    def _figure(self, op: str, dtype: str, backend: str, chosen: tuple[Point, ...] = ()) -> Any:
+        rows = [r for r in self.run.rows if (r["op"], r["dtype"], r["backend"]) == (op, dtype, backend)]
+        return draw_roofline(
+            [point(row) for row in rows],
+            chosen,
+            self.run.meta["ceilings"],
+            title=f"{op}, {dtype}, {backend}",
+            backend=backend,
+            kind=dtype,
+            meta=self.run.meta,
         )
 
     def error(self, op: str, dims: Dims, dtype: str, backend: str) -> str:
@@ -92,7 +110,7 @@ class Explore:
         return f"ULP against float64: {errors}" + (f" ({found.reason})" if found.reason else "")
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        return mimebundle(self.frame(*self.start), self._live, self._page)
+        return mimebundle(self.frame(*self.start), lambda: png(self._figure(*self.start)), self._live, self._page)
 
     def _page(self) -> str:
         tree: dict[str, Any] = {}
@@ -101,7 +119,8 @@ class Explore:
         return page(self.frame(*self.start), LABELS, tree)
 
     def _recorded(self) -> Iterator[tuple[str, str, str]]:
-        found = dict.fromkeys((row["op"], row["dtype"], row["backend"]) for row in self.run.rows)
+        kept = set(plain(row["backend"] for row in self.run.rows))
+        found = dict.fromkeys((r["op"], r["dtype"], r["backend"]) for r in self.run.rows if r["backend"] in kept)
         yield from sorted(found, key=lambda each: (each[0] != self.start[0], each[2] != self.start[2]))
 
     def _live(self) -> Any:
@@ -126,8 +145,9 @@ class _Live:
         self.check = W.Button(description="Check error")
         self.run = W.Button(description="Run", disabled=explore.measure is None)
         self.cancel = W.Button(description="Cancel", disabled=True)
+        self.show = W.Button(description="Show code")
         self.progress = W.IntProgress(max=ROUNDS, layout=W.Layout(visibility="hidden"))
-        self.said, self.drawn = W.HTML(), W.HTML()
+        self.said, self.drawn, self.code = W.HTML(), W.HTML(), W.HTML()
         if explore.measure is None:
             self.run.tooltip = "measuring needs a GPU"
             self.said.value = "No GPU here: costs, floors and small errors, no times."
@@ -138,12 +158,13 @@ class _Live:
         self.check.on_click(self._check)
         self.run.on_click(self._run)
         self.cancel.on_click(lambda _: self.stop.set())
+        self.show.on_click(self._show)
         self._new_case()
         row = W.Layout(flex_flow="row wrap")
         controls = W.HBox([self.op, self.case, self.dtype, self.backend], layout=row)
-        buttons = W.HBox([self.check, self.run, self.cancel, self.progress], layout=row)
+        buttons = W.HBox([self.check, self.run, self.cancel, self.show, self.progress], layout=row)
         self.box = W.VBox(
-            [controls, self.sizes, buttons, self.said, self.drawn], layout=W.Layout(align_items="flex-start")
+            [controls, self.sizes, buttons, self.said, self.drawn, self.code], layout=W.Layout(align_items="flex-start")
         )
 
     @property
@@ -181,6 +202,20 @@ class _Live:
     def _check(self, _: Any) -> None:
         self.said.value = self.explore.error(self.op.value, self.dims, self.dtype.value, self.backend.value)
 
+    def _show(self, _: Any) -> None:
+        self.show.disabled, self.code.value = True, "compiling, in seconds for Triton and tens of them for TileLang …"
+        what = (self.op.value, self.dims, self.dtype.value, self.backend.value)
+        self.thread = threading.Thread(target=self._generate, args=what, daemon=True)
+        self.thread.start()
+
+    def _generate(self, op: str, dims: Dims, dtype: str, backend: str) -> None:
+        try:
+            self.code.value = as_html(self.explore.code(op, dims, dtype, backend))
+        except Exception as error:  # shown where the reader looks, since a thread's traceback is not
+            self.code.value = f"no code to show: {html.escape(str(error))}"
+        finally:
+            self.show.disabled = False
+
     def _run(self, _: Any) -> None:
         self.stop.clear()
         self.run.disabled, self.cancel.disabled = True, False
@@ -217,5 +252,5 @@ class _Live:
 
 
 def _measure_here(op: Op, case: Case, dtype: str, backend: str) -> Row:
-    bench = make_bench(None, Plan(windows=1, calls=20, rounds=5))
+    bench = make_bench(None, Plan(windows=1, calls=20, rounds=5, extra=0))
     return measure_case(bench, op, case, dtype, (backend,))[0]

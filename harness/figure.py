@@ -6,22 +6,34 @@ Everything is drawn from rows, so a figure needs no GPU, and the same rows give 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness import ceilings as limits
-from harness import record, verdicts
+from harness import record, stamp, verdicts
 from harness.record import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, without the vermilion that crimson ceilings could be taken for.
-COLOURS = {"eager": "#000000", "compile": "#E69F00", "triton": "#0072B2", "tilelang": "#009E73"}
+# Okabe and Ito's colours, without the vermilion that crimson ceilings could be taken for; a graphed arm has a lighter one.
+COLOURS = {
+    "eager": "#000000",
+    "compile": "#E69F00",
+    "triton": "#0072B2",
+    "tilelang": "#009E73",
+    "eager_graphed": "#8C8C8C",
+    "compile_graphed": "#F0C869",
+    "triton_graphed": "#56B4E9",
+    "tilelang_graphed": "#7CCBA2",
+}
 MARKERS = {"eager": "s", "compile": "D", "triton": "o", "tilelang": "^"}
+# An arm replayed from a CUDA graph: shown beside the plain ones when asked for, and hollow and dashed.
+GRAPHED = "_graphed"
+OTHER = "#CC79A7"
 CEILING = "crimson"
 WIDTH = 3.5  # inches: half a page, so that what is legible here is legible there
 STYLE: dict[Any, Any] = {
@@ -71,7 +83,13 @@ def _over(top: Value, bottom: Value) -> Value:
 
 
 def _eager(value: Value) -> Value:
-    return lambda row, arms: value(arms["eager"], arms) if arms.get("eager", {}).get("status") == "ok" else None
+    """Of the eager arm that the row's arm is compared with."""
+
+    def of_eager(row: Row, arms: Mapping[str, Row]) -> float | None:
+        eager = arms.get(verdicts.baselines(row["backend"])["eager"])
+        return value(eager, arms) if eager is not None and eager["status"] == "ok" else None
+
+    return of_eager
 
 
 def _kilobytes(row: Row, arms: Mapping[str, Row]) -> float | None:
@@ -125,6 +143,43 @@ METRICS: dict[str, Metric] = {
 }
 
 
+def colour(arm: str) -> str:
+    """An arm's colour; one for all arms that this module does not know."""
+    return COLOURS.get(arm, OTHER)
+
+
+def marker(arm: str) -> str:
+    """An arm's marker, its plain arm's where it is graphed."""
+    return MARKERS.get(arm.removesuffix(GRAPHED), "v")
+
+
+def look(arm: str) -> dict[str, Any]:
+    """An arm's line and marker as matplotlib's keywords."""
+    graphed = arm.endswith(GRAPHED)
+    return {
+        "color": colour(arm),
+        "lw": 1.6,
+        "ls": (0, (3, 1)) if graphed else "-",
+        "marker": marker(arm),
+        "ms": 3.5,
+        "mfc": "white" if graphed else colour(arm),
+        "mec": colour(arm) if graphed else "white",
+        "mew": 0.8 if graphed else 0.4,
+    }
+
+
+def ordered(arms: Iterable[str]) -> list[str]:
+    """Arms as figures and controls list them: the known ones in their order, then any others."""
+    found = set(arms)
+    return [arm for arm in COLOURS if arm in found] + sorted(found - COLOURS.keys())
+
+
+def plain(arms: Iterable[str]) -> list[str]:
+    """The arms that show unless others are asked for: without the graphed ones, which would crowd a figure."""
+    known = ordered(arms)
+    return [arm for arm in known if not arm.endswith(GRAPHED)] or known
+
+
 def draw(
     metric: str | Metric,
     rows: Sequence[Row],
@@ -143,7 +198,7 @@ def draw(
         ceilings: the record's `meta["ceilings"]`; adds the copy bandwidth to the bandwidth panel.
         op: only this op; None stacks every op of the rows.
         dtype: which rows.
-        backends: which arms; all by default.
+        backends: which arms; all but the graphed ones by default.
         meta: the record's meta, for the card and the date in the caption.
     """
     import matplotlib
@@ -158,7 +213,8 @@ def draw(
         raise ValueError(f"no rows of op {op}, dtype {dtype}")
     names = list(dict.fromkeys(row["op"] for row in chosen))
     counts = [len({row["case"] for row in chosen if row["op"] == name}) for name in names]
-    arms = [b for b in COLOURS if b in {row["backend"] for row in chosen} and (backends is None or b in backends)]
+    found = ordered(row["backend"] for row in chosen)
+    arms = plain(found) if backends is None else [arm for arm in found if arm in backends]
     with matplotlib.rc_context(STYLE):
         height = 1.0 + sum(0.45 + 0.15 * max(count, 3) for count in counts)
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -172,7 +228,11 @@ def draw(
                 where = {"transform": axis.get_xaxis_transform(), "rotation": 90, "va": "bottom", "ha": "right"}
                 axis.text(copy, 0.02, f"copy {copy:.0f}", color=CEILING, fontsize=6, **where)
             axis.set_title(f"{name}: {metric.title}", loc="left")
-        figure.legend(handles=_handles(metric, arms), loc="outside upper center", ncols=3, frameon=False)
+        legend = figure.legend(handles=_handles(metric, arms), loc="outside upper center", ncols=3, frameon=False)
+        for arm, handle, text in zip(arms, legend.legend_handles, legend.get_texts(), strict=False):
+            for part in (handle, text):
+                if part is not None:
+                    part.set_gid(f"arm:{arm}:legend")
         figure.supxlabel(_caption(metric, meta, dtype), fontsize=5.5, color="#555555", x=0.02, ha="left")
     return figure
 
@@ -185,8 +245,10 @@ def _panel(axis: Axes, metric: Metric, rows: Sequence[Row], arms: Sequence[str])
     for arm in arms:
         bold, faint = ([_value(value, table[case], arm) for case in cases] for value in (metric.bold, metric.faint))
         at = range(len(cases))
-        axis.plot(faint, at, color=COLOURS[arm], lw=0.7, alpha=0.35, marker=MARKERS[arm], ms=1.5)
-        axis.plot(bold, at, color=COLOURS[arm], lw=1.6, marker=MARKERS[arm], ms=3.5, mec="white", mew=0.4)
+        dots: dict[str, Any] = {"marker": marker(arm), "ms": 1.5} if len(cases) < 3 else {}
+        # By these names a page switches an arm off and a point tells its number.
+        axis.plot(faint, at, color=colour(arm), lw=0.7, alpha=0.35, gid=f"arm:{arm}:faint", **dots)
+        axis.plot(bold, at, gid=f"arm:{arm}:bold", **look(arm))
     for y, case in enumerate(cases):
         bad = [f"{arm}: {row['status']}" for arm, row in table[case].items() if arm in arms and row["status"] != "ok"]
         if bad:
@@ -230,7 +292,7 @@ def _handles(metric: Metric, arms: Sequence[str]) -> list[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles: list[Any] = [Line2D([], [], color=COLOURS[a], marker=MARKERS[a], lw=1.6, ms=3.5, label=a) for a in arms]
+    handles: list[Any] = [Line2D([], [], label=arm.replace(GRAPHED, ", graphed"), **look(arm)) for arm in arms]
     handles.append(Line2D([], [], color="#000000", lw=0.7, alpha=0.35, label=f"faint: {metric.faint_name}"))
     if metric.ceiling is not None:
         handles.append(Line2D([], [], color=CEILING, lw=1.1, ls="--", label=metric.ceiling_name))
@@ -239,7 +301,7 @@ def _handles(metric: Metric, arms: Sequence[str]) -> list[Any]:
 
 def _caption(metric: Metric, meta: Mapping[str, Any] | None, dtype: str) -> str:
     card, date = (meta or {}).get("gpu") or "card not recorded", str((meta or {}).get("started") or "")[:10]
-    text = f"{card}, {date or 'no date'}, {dtype}. Bold: {metric.bold_name}. Best of the windows, cold L2."
+    text = f"{card}, {date or 'no date'}, {dtype}.{stamp.warning(meta or {})} Bold: {metric.bold_name}. Best of the windows, cold L2."
     return "\n".join(textwrap.wrap(text, 86))
 
 

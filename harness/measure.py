@@ -7,44 +7,40 @@ is `DeadContext`, which carries the rows so far.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from harness import ceilings as limits
-from harness import compiled, precision, throttle
+from harness import compiled, graphed, precision, throttle
+from harness.adaptive import STEADY, until_steady
 from harness.delimiters import Delimiters, make_delimiters
+from harness.graphed import GraphedArm
+from harness.plausible import judge
 from harness.precision import OUTPUT, Check, Truth
 from harness.profile import CALLS, WINDOWS, ArmError, DeviceTime, device_times
 from harness.record import Row, blank_row
 from harness.stamp import DTYPES
+from harness.statistic import noise
+from harness.steps import BACKENDS, PHASES, Step, is_graphed, plain, steps, timed_inputs
 from harness.wall import ROUNDS, WallTime, peak_bytes, wall_times
 from kernels import UnsupportedCase
 from kernels.registry import Case, Op
 
-BACKENDS = ("eager", "compile", "triton", "tilelang")
-PHASES = ("fwd", "fwdbwd")
-# A time this far under the floor has lost kernels; nearer, the ceiling's own measurement may be what was slow.
-FLOOR_SLACK = 0.95
-# On a call this long the events around it must agree with the sum of its kernels, or with the host's time to issue them.
-LONG_US = 1000.0
-LONG_RATIO = 1.5
-# Windows that differ by more than this make a row noisy.
+# A row is noisy where its best windows still differ by more than this after all the rounds that it was given.
 NOISE = 0.05
-Step = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much to measure."""
+    """How much to measure; `extra` times more where the noise is high."""
 
     windows: int = WINDOWS
     calls: int = CALLS
     rounds: int = ROUNDS
     warmup: int = 3
+    extra: int = 3
 
 
 class DeadContext(RuntimeError):
@@ -87,11 +83,13 @@ def measure_case(bench: Bench, op: Op, case: Case, dtype: str, backends: Sequenc
         for row in live.values():
             _fail(row, error, rows, "the float64 oracle")
         return list(rows.values())
-    check_arms(op, truth, live, rows)
+    graphs = _capture_arms(bench, op, case, dtype, live, rows)
+    check_arms(op, truth, live, rows, graphs)
     del truth
     live = {backend: row for backend, row in live.items() if row["status"] is None}
     if live:
-        _time_arms(bench, op, case, dtype, live, rows)
+        _time_arms(bench, op, case, dtype, live, rows, graphs)
+    graphs.clear()
     gc.collect()
     torch.cuda.empty_cache()
     return list(rows.values())
@@ -114,17 +112,28 @@ def start_row(op: Op, case: Case, dtype: str, backend: str, bench: Bench | None)
     return row
 
 
-def check_arms(op: Op, truth: Truth, live: Mapping[str, Row], rows: Mapping[str, Row]) -> None:
+def check_arms(
+    op: Op,
+    truth: Truth,
+    live: Mapping[str, Row],
+    rows: Mapping[str, Row],
+    graphs: Mapping[str, GraphedArm] | None = None,
+) -> None:
     """Precision of every arm, eager first since it bounds the others; a wrong arm's row is `failed`."""
     baseline: Check | None = None
-    for backend in sorted(live, key=lambda name: name != "eager"):
+    for backend in sorted(live, key=lambda name: plain(name) != "eager"):
         row = live[backend]
+        if row["status"] is not None:
+            continue
         try:
-            found = precision.check(op, truth, backend, baseline)
+            if is_graphed(backend):
+                found = graphed.check((graphs or {})[backend], truth, baseline)
+            else:
+                found = precision.check(op, truth, backend, baseline)
         except Exception as error:
             _fail(row, error, rows)
             continue
-        if backend == "eager":
+        if plain(backend) == "eager" and baseline is None:
             baseline = found
         row["ulp"], row["ulp_out"], row["rel_err"] = found.ulp, found.ulps[OUTPUT], found.relative[OUTPUT]
         row["ulp_grads"] = {name: ulp for name, ulp in found.ulps.items() if name != OUTPUT}
@@ -132,44 +141,50 @@ def check_arms(op: Op, truth: Truth, live: Mapping[str, Row], rows: Mapping[str,
             _set(row, "failed", f"wrong result: {found.reason}")
 
 
-def steps(op: Op, case: Case, dtype: str, device: torch.device, backends: Sequence[str]) -> dict[str, dict[str, Step]]:
-    """{phase: {backend: the timed call}} over one set of inputs.
-
-    The forward runs without autograd. Forward + backward clears the gradients, as a training step does, and feeds back
-    one gradient that was made outside.
-    """
-    leaves = op.make(case.dims, DTYPES[dtype], device, precision.seed(op.name, case.name, dtype, 1), requires_grad=True)
-    plain = {name: leaf.detach() for name, leaf in leaves.items()}
-    grad = torch.randn(op.out_shape(case.dims), device=device).to(DTYPES[dtype])
-    tensors: list[Tensor] = list(leaves.values())
-
-    def forward(backend: str) -> Step:
-        def call() -> Tensor:
-            with torch.no_grad():
-                return op.run(plain, backend)
-
-        return call
-
-    def both(backend: str) -> Step:
-        def call() -> Tensor:
-            for leaf in tensors:
-                leaf.grad = None
-            output = op.run(leaves, backend)
-            output.backward(grad)
-            return output
-
-        return call
-
-    return {"fwd": {b: forward(b) for b in backends}, "fwdbwd": {b: both(b) for b in backends}}
+def _capture_arms(
+    bench: Bench, op: Op, case: Case, dtype: str, live: Mapping[str, Row], rows: Mapping[str, Row]
+) -> dict[str, GraphedArm]:
+    """The graphed arms' graphs; where there can be none, the row says why."""
+    made = {}
+    for backend, row in live.items():
+        if is_graphed(backend):
+            try:
+                made[backend] = graphed.make(op, case, dtype, bench.device, backend)
+            except Exception as error:
+                _fail(row, error, rows, "capturing a CUDA graph")
+    return made
 
 
-def _time_arms(bench: Bench, op: Op, case: Case, dtype: str, live: dict[str, Row], rows: Mapping[str, Row]) -> None:
-    calls = steps(op, case, dtype, bench.device, tuple(live))
+def _calls(
+    bench: Bench, op: Op, case: Case, dtype: str, arms: Sequence[str], graphs: Mapping[str, GraphedArm]
+) -> dict[str, dict[str, Step]]:
+    """{phase: {arm: the timed call}}, all on the same values."""
+    leaves, grad = timed_inputs(op, case, dtype, bench.device)
+    made = steps(op, leaves, grad, [arm for arm in arms if not is_graphed(arm)])
+    for arm in arms:
+        if is_graphed(arm):
+            graphs[arm].load(leaves, grad)
+    return {
+        phase: {arm: graphs[arm].phases[phase].replay if is_graphed(arm) else made[phase][arm] for arm in arms}
+        for phase in PHASES
+    }
+
+
+def _time_arms(
+    bench: Bench,
+    op: Op,
+    case: Case,
+    dtype: str,
+    live: dict[str, Row],
+    rows: Mapping[str, Row],
+    graphs: Mapping[str, GraphedArm],
+) -> None:
+    calls = _calls(bench, op, case, dtype, tuple(live), graphs)
     before = throttle.state()
     gc.collect()
     for backend in tuple(live):
         try:
-            _prepare(bench, {phase: calls[phase][backend] for phase in PHASES}, live[backend])
+            _prepare(bench, {phase: calls[phase][backend] for phase in PHASES}, live[backend], graphs.get(backend))
         except Exception as error:
             _fail(live[backend], error, rows)
             _drop(backend, calls, live)
@@ -183,21 +198,24 @@ def _time_arms(bench: Bench, op: Op, case: Case, dtype: str, live: dict[str, Row
         seen.append(throttle.state())
         for backend, row in live.items():
             _fill(row, phase, device[backend], wall[backend])
-            _judge(row, phase, op, case, bench)
+            reason = judge(row, phase, op, case, bench.ceilings, bench.l2_bytes)
+            if reason is not None:
+                _set(row, "invalid", f"{phase}: {reason}")
     _prove(calls, live, captured)
     for row in live.values():
         row["clock_mhz"] = seen[-1].clock_mhz
         row["throttled"] = None if before.throttled is None else any(reading.throttled for reading in (before, *seen))
-        row["noisy"] = any(_spread(row[phase]["dev_us"]) > NOISE for phase in PHASES) or throttle.drifted(*seen)
+        row["noisy"] = any(noise(row[phase]["dev_us"]) > NOISE for phase in PHASES) or throttle.drifted(*seen)
         if row["status"] is None:
             row["status"] = "ok"
 
 
-def _prepare(bench: Bench, calls: Mapping[str, Step], row: Row) -> None:
+def _prepare(bench: Bench, calls: Mapping[str, Step], row: Row, graph: GraphedArm | None) -> None:
+    """Warms up and takes the peak memory, which a replay does not show: a graph's is what its capture asked for."""
     for phase, call in calls.items():
         for _ in range(bench.plan.warmup):
             call()
-        row[f"vram_{phase}"] = peak_bytes(call)
+        row[f"vram_{phase}"] = peak_bytes(call) if graph is None else graph.phases[phase].peak_bytes
 
 
 def _time_phase(
@@ -207,8 +225,21 @@ def _time_phase(
     plan = bench.plan
     while live:
         try:
-            device = device_times(calls[phase], bench.delimiters, windows=plan.windows, calls=plan.calls)
-            return device, wall_times(calls[phase], bench.delimiters, rounds=plan.rounds)
+            device = until_steady(
+                lambda: device_times(calls[phase], bench.delimiters, windows=plan.windows, calls=plan.calls),
+                lambda time: time.dev_us,
+                DeviceTime.joined,
+                STEADY["dev_us"],
+                plan.extra,
+            )
+            wall = until_steady(
+                lambda: wall_times(calls[phase], bench.delimiters, rounds=plan.rounds),
+                lambda time: time.wall_us,
+                WallTime.joined,
+                STEADY["wall_us"],
+                plan.extra,
+            )
+            return device, wall
         except ArmError as error:
             _fail(live[error.arm], error.__cause__ or error, rows)
             _drop(error.arm, calls, live)
@@ -244,37 +275,6 @@ def _fill(row: Row, phase: str, device: DeviceTime, wall: WallTime) -> None:
     }
     if device.reason is not None:
         _set(row, "invalid", f"{phase}: {device.reason}")
-
-
-def _judge(row: Row, phase: str, op: Op, case: Case, bench: Bench) -> None:
-    """Marks a time invalid that the card cannot have reached, or that events around the call contradict."""
-    times = row[phase]
-    cost = op.cost(case.dims, DTYPES[row["dtype"]].itemsize, backward=phase == "fwdbwd")
-    kind = "tf32" if row["tf32"] else row["dtype"]
-    floor = limits.floor_us(bench.ceilings, cost.bytes_read, cost.bytes_written, cost.flops, kind)
-    times["floor_us"] = floor
-    if not times["dev_us"]:
-        return
-    # A call can end before its last writes leave the L2, and its backward can find there what its forward read.
-    written = max(0, cost.bytes_written - bench.l2_bytes)
-    read = cost.bytes_read - (row["bytes_read"] if phase == "fwdbwd" else 0)
-    least = limits.floor_us(bench.ceilings, read, written, cost.flops, kind)
-    reason = implausible(min(times["dev_us"]), min(times["wall_us"]), times["host_us"], least, bool(row["l2_resident"]))
-    if reason is not None:
-        _set(row, "invalid", f"{phase}: {reason}")
-
-
-def implausible(dev_us: float, wall_us: float, host_us: float, floor: float | None, l2_resident: bool) -> str | None:
-    """Why a device time cannot be right, or None; `floor` is the least time that the card needs."""
-    if floor is not None and not l2_resident and dev_us < FLOOR_SLACK * floor:
-        return f"{dev_us:.2f} µs is under the floor of {floor:.2f} µs"
-    if wall_us > LONG_US and wall_us > LONG_RATIO * max(dev_us, host_us):
-        return f"profiler saw {dev_us:.0f} µs of kernels, events around the call {wall_us:.0f} µs"
-    return None
-
-
-def _spread(values: Sequence[float]) -> float:
-    return max(values) / min(values) - 1 if values else 0.0
 
 
 def _set(row: Row, status: str, reason: str) -> None:

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from harness.figure import METRICS, Metric, draw
-from harness.markup import Frame, body, mimebundle, page, png
-from harness.readings import describe, readings, table
+from harness.figure import METRICS, Metric, draw, ordered, plain
+from harness.markup import Frame, body, mimebundle, page, png, svg
+from harness.readings import Readings, describe, readings, table, words
 from harness.record import Record, Row
 
 # Controls in the order in which a choice narrows the ones after it.
@@ -29,7 +29,7 @@ LEVELS = {
     "scale": "Axis",
 }
 ALL = "all"
-# A report carries every combination as an image. Past MAX_FRAMES a control keeps only its first options, in this order;
+# A report carries every combination as a figure. Past MAX_FRAMES a control keeps only its first options, in this order;
 # the first five of cases are "all" and the values of the last axis.
 MAX_FRAMES = 16
 THINNING = (("scale", 1), ("cases", 5), ("clock", 1), ("cases", 1), ("dtype", 1), ("metric", 6))
@@ -101,16 +101,25 @@ class Panel:
         return chosen
 
     def frame(self, wanted: Mapping[str, str] | None = None, arms: Sequence[str] | None = None) -> Frame:
-        """The figure of one choice, drawn once; `arms` are the backends to show, all by default."""
+        """The figure of one choice, drawn once; `arms` are the backends to show, without the graphed ones by default."""
         chosen = self.complete(self.start if wanted is None else wanted)
-        key = (*chosen.values(), *(arms or ()))
+        some = plain(self.backends(chosen)) if arms is None else arms
+        key = (*chosen.values(), *some)
         if key not in self._drawn:
-            self._drawn[key] = self._draw(chosen, arms)
+            metric, rows, shown, numbers = self._content(chosen, some)
+            image = svg(self._figure(chosen, some), words(metric, shown, numbers))
+            alt = describe(metric, shown, numbers, chosen["run"])
+            self._drawn[key] = Frame(image, alt, table(metric, shown, numbers))
         return self._drawn[key]
+
+    def still(self) -> str:
+        """The figure of the first choice as base64 of a PNG."""
+        chosen = self.complete(self.start)
+        return png(self._figure(chosen, plain(self.backends(chosen))))
 
     def backends(self, chosen: Choice) -> list[str]:
         """The arms that the chosen rows hold."""
-        return list(dict.fromkeys(row["backend"] for row in self._chosen_rows(chosen)))
+        return ordered(row["backend"] for row in self._chosen_rows(chosen))
 
     def combinations(self) -> list[Choice]:
         """Every choice that an export carries: all of them, or as many as THINNING leaves within MAX_FRAMES."""
@@ -145,18 +154,18 @@ class Panel:
             and (chosen["cases"] == ALL or chosen["cases"] in _parts(row["case"]))
         ]
 
-    def _draw(self, chosen: Choice, arms: Sequence[str] | None) -> Frame:
+    def _content(self, chosen: Choice, arms: Sequence[str]) -> tuple[Metric, list[Row], list[Row], Readings]:
+        """The metric, the chosen rows, those of `arms`, and their numbers, for which the other arms may be needed."""
+        metric, rows = variant(chosen), self._chosen_rows(chosen)
+        return metric, rows, [row for row in rows if row["backend"] in arms], readings(metric, rows)
+
+    def _figure(self, chosen: Choice, arms: Sequence[str]) -> Any:
         rows, meta = self._chosen_rows(chosen), self.runs[chosen["run"]].meta
-        shown = [row for row in rows if arms is None or row["backend"] in arms]
-        metric = variant(chosen)
-        figure = draw(
-            metric, rows, meta.get("ceilings"), op=chosen["op"], dtype=chosen["dtype"], backends=arms, meta=meta
-        )
-        numbers = readings(metric, rows)
-        return Frame(png(figure), describe(metric, shown, numbers, chosen["run"]), table(metric, shown, numbers))
+        what: dict[str, Any] = {"op": chosen["op"], "dtype": chosen["dtype"], "backends": arms, "meta": meta}
+        return draw(variant(chosen), rows, meta.get("ceilings"), **what)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        return mimebundle(self.frame(), self._live, self.html)
+        return mimebundle(self.frame(), self.still, self._live, self.html)
 
     def _live(self) -> Any:
         """The controls over the figure and its table; each redraws both, and narrows the controls after it."""
@@ -169,7 +178,9 @@ class Panel:
             level: W.Dropdown(options=self.options(level, chosen), value=value, description=LEVELS[level], style=style)
             for level, value in chosen.items()
         }
-        pick = W.SelectMultiple(options=arms, value=arms, description="Backends", rows=len(arms), style=style)
+        pick = W.SelectMultiple(
+            options=arms, value=plain(arms), description="Backends", rows=min(len(arms), 7), style=style
+        )
         drawn = W.HTML()
         busy = False
 
@@ -188,9 +199,8 @@ class Panel:
                     control.layout.display = "" if len(offered) > 1 else "none"
                 found = self.backends(now)
                 if list(pick.options) != found:
-                    pick.options, pick.value = found, found
-                some = pick.value if 0 < len(pick.value) < len(found) else None
-                drawn.value = body(self.frame(now, some))
+                    pick.options, pick.value = found, plain(found)
+                drawn.value = body(self.frame(now, pick.value or None))
             finally:
                 busy = False
 
@@ -209,8 +219,9 @@ class Panel:
             node = tree
             for value in path:
                 node = node.setdefault(value, {})
-            node[last] = self.frame(chosen)
-        return page(self.frame(), list(LEVELS.values()), tree)
+            node[last] = self.frame(chosen, self.backends(chosen))
+        everything = {row["backend"] for label in self.runs for row in self._rows(label)}
+        return page(self.frame(), list(LEVELS.values()), tree, sorted(everything - set(plain(everything))))
 
 
 def run_label(run: Record) -> str:

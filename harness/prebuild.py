@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from harness.stamp import DTYPES
+from harness.steps import plain
 
 # A CUDA context and the largest case's tensors.
 WORKER_BYTES = 2 * 2**30
@@ -32,7 +33,8 @@ def prebuild(tasks: Sequence[Task], *, jobs: int | None = None, echo: Callable[[
 
     A worker that dies takes only the rest of its share with it: those kernels are compiled when the sweep meets them.
     """
-    tasks = [task for task in tasks if task[3] != "eager"]
+    # A graphed arm runs its plain arm's kernels.
+    tasks = [task for task in dict.fromkeys((*task[:3], plain(task[3])) for task in tasks) if task[3] != "eager"]
     jobs = max(1, min(jobs or cpu_count(), len(tasks), _room()))
     started = time.monotonic()
     outcomes = _in_processes(tasks, jobs) if jobs > 1 else [run_task(task, _device()) for task in tasks]

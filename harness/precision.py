@@ -6,16 +6,15 @@ spacing at the reference's typical size. A non-finite value has no ULP; it is re
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
+from harness import behaviour
+from harness.behaviour import ALONE, OUTPUT, Results
 from kernels.registry import Dims, Inputs, Op
 
 # Right is at most twice eager's error plus this floor (ULP), after the rule of kernel tests that compare three runs;
@@ -26,7 +25,6 @@ ULP_FLOOR = {torch.float16: 8.0, torch.bfloat16: 8.0, torch.float32: 256.0}
 RELATIVE_LIMIT = {torch.float16: 0.02, torch.bfloat16: 0.1, torch.float32: 1e-3}
 _TF32_RELATIVE_LIMIT = 0.02
 _TF32_ULP_FLOOR = 2.0**13 * 8
-OUTPUT = "output"
 
 
 @dataclass(frozen=True)
@@ -74,35 +72,84 @@ def make_truth(op: Op, dims: Dims, dtype: torch.dtype, device: torch.device, inp
     return Truth(inputs, grad, values)
 
 
-def check(op: Op, truth: Truth, backend: str, baseline: Check | None = None) -> Check:
-    """Runs one arm, forward alone and with backward, and compares it with the truth.
+def check(op: Op, truth: Truth, backend: str, baseline: Check | None = None, *, strided: bool = False) -> Check:
+    """Runs one arm several times, forward alone and with backward, and compares what it did with the truth.
 
-    baseline: eager's check, which bounds what an arm may get wrong by. Exceptions of the arm pass through.
+    Before that it runs on other inputs, so that a result which is kept from call to call shows; after it, our own
+    kernels run again on the same inputs, to the same bits, and on a GPU on inputs that the stream is late with.
+
+    baseline: eager's check, which bounds what an arm may get wrong by. strided: also on inputs and a gradient whose
+    storage is transposed, which compiles the arm once more. Exceptions of the arm pass through.
     """
+    dtype, want = truth.grad.dtype, {ALONE: truth.values[OUTPUT], **truth.values}
     before = {name: value.detach().clone() for name, value in truth.inputs.items()}
-    for value in truth.inputs.values():
-        value.grad = None
-    detached = {name: value.detach() for name, value in truth.inputs.items()}
-    with poisoned(truth.values[OUTPUT], truth.grad.dtype, backend):
-        with torch.no_grad():
-            alone = op.run(detached, backend)
-        output = op.run(truth.inputs, backend)
-        misshapen = _misshapen(output, truth.values[OUTPUT], truth.grad.dtype)
-        if misshapen is not None:
-            return Check({OUTPUT: None}, {OUTPUT: None}, f"{OUTPUT}: {misshapen}")
-        output.backward(truth.grad)
-    got: dict[str, Tensor | None] = {OUTPUT: output.detach()}
-    got |= {name: value.grad for name, value in truth.inputs.items()}
-    result = compare(got, truth.values, truth.grad.dtype, baseline)
-    forward = compare({OUTPUT: alone}, {OUTPUT: truth.values[OUTPUT]}, truth.grad.dtype, baseline)
+    earlier = behaviour.results(op, behaviour.others(truth.inputs), truth.grad, backend)
+    kept = {name: None if value is None else value.clone() for name, value in earlier.items()}
+    with behaviour.poisoned(truth.values[OUTPUT], dtype, backend):
+        got = behaviour.results(op, truth.inputs, truth.grad, backend)
+    output = got[OUTPUT]
+    misshapen = None if output is None else _misshapen(output, truth.values[OUTPUT], dtype)
+    if misshapen is not None:
+        return Check({OUTPUT: None}, {OUTPUT: None}, f"{OUTPUT}: {misshapen}")
+    result = compare(got, truth.values, dtype, baseline)
+    forward = compare({OUTPUT: got[ALONE]}, {OUTPUT: truth.values[OUTPUT]}, dtype, baseline)
     if result.reason is None and forward.reason is not None:
         result.reason = f"forward without autograd: {forward.reason}"
-    changed = [name for name, value in before.items() if not _same_bits(value, truth.inputs[name].detach())]
-    if changed:
-        result.reason = f"changed its input {', '.join(changed)}"
-    for value in truth.inputs.values():
-        value.grad = None
+    named = _named(before, truth, earlier, kept, got, wrong=result.reason is not None)
+    result.reason = named or result.reason
+    if result.reason is None:
+        result.reason = _again(op, truth, backend, got, want, baseline, strided)
     return result
+
+
+def _named(
+    before: Mapping[str, Tensor], truth: Truth, earlier: Results, kept: Results, got: Results, *, wrong: bool
+) -> str | None:
+    """What an arm did that it must not, where it has a name of its own."""
+    spoilt = behaviour.changed(before, truth.inputs)
+    if spoilt:
+        return f"changed its input {', '.join(spoilt)}"
+    overwritten = behaviour.changed(kept, earlier)
+    if overwritten:
+        return f"overwrote an earlier call's {', '.join(overwritten)}: it returns the same buffer again"
+    same = got.keys() - behaviour.changed(kept, got)
+    stale = [name for name, value in got.items() if name in same and value is not None and _says_something(value)]
+    if wrong and stale:
+        return f"returned an earlier call's {', '.join(stale)}: a stale buffer"
+    return None
+
+
+def _says_something(value: Tensor) -> bool:
+    return bool(value.any()) and bool(torch.isfinite(value).all())
+
+
+def _again(
+    op: Op,
+    truth: Truth,
+    backend: str,
+    got: Results,
+    want: Mapping[str, Tensor],
+    baseline: Check | None,
+    strided: bool,
+) -> str | None:
+    """What a right arm does wrong when it is called again, in other circumstances."""
+    dtype = truth.grad.dtype
+    # PyTorch's own arms promise no fixed bits.
+    if backend not in ("eager", "compile"):
+        differing = behaviour.changed(got, behaviour.results(op, truth.inputs, truth.grad, backend))
+        if differing:
+            return f"not deterministic: {', '.join(differing)} differ between two calls on the same inputs"
+    if truth.grad.is_cuda:
+        late = compare(behaviour.late(op, truth.inputs, truth.grad, backend), want, dtype, baseline)
+        if late.reason is not None:
+            return f"works on another stream than the current one: {late.reason}"
+    if strided:
+        inputs = {name: behaviour.transposed(value) for name, value in truth.inputs.items()}
+        found = behaviour.results(op, inputs, behaviour.transposed(truth.grad).detach(), backend)
+        wrong = compare(found, want, dtype, baseline)
+        if wrong.reason is not None:
+            return f"wrong for inputs that are not contiguous: {wrong.reason}"
+    return None
 
 
 def compare(
@@ -111,7 +158,7 @@ def compare(
     """ULP and relative error of each tensor by name, and the first reason for which the whole is wrong."""
     result = Check()
     for name, reference in want.items():
-        value = got[name]
+        value = got.get(name)
         result.ulps[name] = result.relative[name] = None
         problem = _problem(value, reference, dtype)
         if problem is None and value is not None:
@@ -136,7 +183,10 @@ def _problem(value: Tensor | None, reference: Tensor, dtype: torch.dtype) -> str
         return "empty: nothing to compare"
     bad = value.numel() - int(torch.isfinite(value).sum())
     if bad:
-        also = "" if torch.isfinite(reference).all() else ", as has the reference"
+        infinite = int(torch.isinf(value).sum())
+        kinds = [f"{infinite} infinite"] if infinite else []
+        kinds += [f"{bad - infinite} NaN, as what was never written is here"] if bad > infinite else []
+        also = f" ({', '.join(kinds)})" if torch.isfinite(reference).all() else ", as has the reference"
         return f"{bad} of {value.numel()} elements are not finite{also}"
     if not torch.isfinite(reference).all():
         return "the reference is not finite, the result is"
@@ -162,35 +212,3 @@ def _too_far(name: str, ulp: float, relative: float, dtype: torch.dtype, baselin
         if ulp > limit:
             return f"{ulp:.1f} ULP, at most {limit:.1f} allowed (eager: {other:.1f})"
     return None
-
-
-@contextmanager
-def poisoned(like: Tensor, dtype: torch.dtype, backend: str) -> Iterator[None]:
-    """Fresh memory holds NaN inside, so that an element that is never written shows.
-
-    PyTorch fills what it allocates where its deterministic mode is on. torch.compile guards on that mode and would
-    compile twice, so for it the allocator's cache is filled with NaN beforehand instead.
-    """
-    if backend == "compile":
-        blocks = [torch.full(like.shape, float("nan"), dtype=dtype, device=like.device) for _ in range(3)]
-        del blocks
-        yield
-        return
-    mode = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    settings: Any = torch.utils.deterministic
-    fill = settings.fill_uninitialized_memory
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "... does not have a deterministic implementation": only the fill is wanted
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        settings.fill_uninitialized_memory = True
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(mode, warn_only=warn_only)
-            settings.fill_uninitialized_memory = fill
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return torch.equal(a.view(kind), b.view(kind))

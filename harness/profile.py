@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -62,6 +62,17 @@ class DeviceTime:
     @property
     def launches(self) -> int:
         return len(self.kernels)
+
+    def joined(self, other: DeviceTime) -> DeviceTime:
+        """The windows of two sessions; one without a valid time adds none, other kernels make both invalid."""
+        discarded = self.discarded + other.discarded
+        if self.reason or other.reason:
+            return replace(self if other.reason else other, discarded=discarded)
+        if self.kernels != other.kernels:
+            differ = f"calls launched {self.launches} kernels in one session, {other.launches} in another"
+            same = "the same number of other kernels from one session to the next"
+            return DeviceTime(reason=differ if self.launches != other.launches else same, discarded=discarded)
+        return DeviceTime(self.dev_us + other.dev_us, self.kernels, None, discarded)
 
 
 def split(events: Sequence[Event], flush: str = FLUSH, marker: str = MARKER) -> list[list[list[Event]]]:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from harness import compiled, precision, stamp, throttle
-from harness.measure import BACKENDS, DeadContext, Plan, check_arms, make_bench, measure_case, start_row
+from harness.measure import DeadContext, Plan, check_arms, make_bench, measure_case, start_row
 from harness.record import Row
+from harness.steps import BACKENDS, is_graphed
 from kernels.registry import Op, ops
 
-PLAN = Plan(windows=2, calls=20, rounds=10)
+PLAN = Plan(windows=2, calls=20, rounds=10, extra=0)
 COLUMNS = ("op", "dtype", "backend", "status", "ULP", "eager ULP", "fwd µs", "fwd+bwd µs", "wall µs", "note")
 
 
@@ -28,7 +29,7 @@ def quick(
     Args:
         op: only this op.
         dtype: "fp16", "bf16", "fp32" or "all".
-        backends: the arms.
+        backends: the arms; the plain ones by default.
         allow_busy: measure on a card that is busy with other work.
         echo: gets a formatted line per row as soon as it is there.
     """
@@ -65,6 +66,9 @@ def quick(
 def _checked(op: Op, dtype: str, backends: Sequence[str]) -> list[Row]:
     """Tiny sizes on the CPU: Triton in its interpreter, TileLang on its CPU target."""
     rows = {backend: start_row(op, op.tiny, dtype, backend, None) for backend in backends}
+    for backend, row in rows.items():
+        if is_graphed(backend):
+            row |= {"status": "unsupported", "reason": "CUDA graphs need a GPU"}
     compiled.fresh()
     inputs_seed = precision.seed(op.name, op.tiny.name, dtype, 0)
     truth = precision.make_truth(op, op.tiny.dims, stamp.DTYPES[dtype], torch.device("cpu"), inputs_seed)

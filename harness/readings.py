@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.figure import Metric
+from harness.figure import Metric, ordered
 from harness.record import Row
 
 
@@ -64,8 +64,9 @@ def describe(metric: Metric, rows: Sequence[Row], numbers: Readings, run: str) -
     """What a figure of one op's rows shows, in words: the metric, and each arm's range over the cases of that run."""
     cases = list(dict.fromkeys(row["case"] for row in rows))
     ranges = []
-    for backend in dict.fromkeys(row["backend"] for row in rows):
-        values = [value for case in cases if (value := numbers[case, backend].value) is not None]
+    for backend in ordered(row["backend"] for row in rows):
+        found = [numbers[case, backend].value for case in cases if (case, backend) in numbers]
+        values = [value for value in found if value is not None]
         ranges.append(f"{backend} {min(values):.3g} to {max(values):.3g}" if values else f"{backend} not measured")
     about = f"{rows[0]['op']}, {rows[0]['dtype']}, {len(cases)} cases, {run}"
     return f"{metric.title} in {metric.unit} ({metric.bold_name}): {about}. {'; '.join(ranges)}."
@@ -73,11 +74,14 @@ def describe(metric: Metric, rows: Sequence[Row], numbers: Readings, run: str) -
 
 def table(metric: Metric, rows: Sequence[Row], numbers: Readings) -> str:
     """The figure's numbers as an HTML table, a row a case and a column an arm."""
-    backends = list(dict.fromkeys(row["backend"] for row in rows))
-    head = "".join(f"<th scope=col>{html.escape(name)}</th>" for name in ("case", *backends))
+    backends = ordered(row["backend"] for row in rows)
+    marks = {name: f' data-arm="{html.escape(name)}"' for name in backends}
+    head = "<th scope=col>case</th>" + "".join(
+        f"<th scope=col{marks[name]}>{html.escape(name)}</th>" for name in backends
+    )
     body = "".join(
         f"<tr><th scope=row>{html.escape(case)}</th>"
-        + "".join(f"<td>{numbers[case, backend] if (case, backend) in numbers else ''}</td>" for backend in backends)
+        + "".join(f"<td{marks[name]}>{numbers.get((case, name), '')}</td>" for name in backends)
         + "</tr>"
         for case in dict.fromkeys(row["case"] for row in rows)
     )
@@ -85,3 +89,16 @@ def table(metric: Metric, rows: Sequence[Row], numbers: Readings) -> str:
         f"{metric.title}, {metric.unit}, {metric.bold_name}; in brackets the range over windows or rounds"
     )
     return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def words(metric: Metric, rows: Sequence[Row], numbers: Readings) -> dict[str, list[str]]:
+    """What each point of a figure says, by arm, in the order of the cases; a case without a value has no point."""
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    return {
+        arm: [
+            f"{case}, {arm}: {reading} {metric.unit}"
+            for case in cases
+            if (reading := numbers.get((case, arm))) is not None and reading.value is not None
+        ]
+        for arm in ordered(row["backend"] for row in rows)
+    }

@@ -35,13 +35,18 @@ class ForeignGpu(RecordError):
     """A file that another card's run wrote."""
 
 
+class MixedSchemas(RecordError):
+    """Files of two schemas, which are not to be set side by side unawares."""
+
+
 @dataclass
 class Record:
-    """One recorded run: what it depends on, and its rows."""
+    """One recorded run: what it depends on, its rows, and the schema that its file was written in."""
 
     meta: dict[str, Any]
     rows: list[Row] = field(default_factory=list)
     path: Path | None = None
+    schema: int = SCHEMA
 
     def find(self, key: tuple[str, ...]) -> Row | None:
         """The row of (op, case, dtype, backend), or None."""
@@ -134,7 +139,7 @@ def load(path: str | os.PathLike[str], *, gpu: str | None = None) -> Record:
     _check(path, data)
     if gpu is not None and data["meta"].get("gpu") != gpu:
         raise ForeignGpu(f"{path}: recorded on {data['meta'].get('gpu')}, this is {gpu}; the two are never merged")
-    return Record(data["meta"], data["rows"], path)
+    return Record(data["meta"], data["rows"], path, data["schema"])
 
 
 def load_dir(folder: str | os.PathLike[str]) -> dict[str, Record]:

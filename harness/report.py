@@ -121,7 +121,7 @@ def page(notebook: NotebookNode) -> str:
             cell.source = to_mathml(cell.source)
     notebook.metadata.pop("widgets", None)
     notebook.metadata["title"] = title(notebook)
-    urls = dict.fromkeys(("require_js_url", "mathjax_url", "mermaid_js_url", "jquery_url"), "")
+    urls = dict.fromkeys(("require_js_url", "mathjax_url", "jquery_url"), "")
     exporter = HTMLExporter(template_name="lab", config=Config(HTMLExporter=urls))
     body, _ = exporter.from_notebook_node(notebook)
     body = re.sub(r'<script src="">\s*</script>', "", body)
@@ -171,12 +171,18 @@ li {{ margin-bottom: 1rem }} p {{ margin: 0.2rem 0; color: #444 }}</style></head
 
 
 def readme_table() -> str:
-    """The verdict of the committed runs as the README shows it: a table per card, families with a record only."""
-    parts = [
-        f"{_card(folder)}, {dtype}:\n\n{verdicts.verdict(folder, dtype, format='markdown')}\n"
-        for folder in stamp.recorded_dirs()
-        for dtype in _dtypes(folder)
-    ]
+    """The verdict of the committed runs as the README shows it: a table per card and dtype, families with a record only.
+
+    The first dtype of a card stands open and the others fold away; graphed arms are in the notebooks.
+    """
+    parts = []
+    for folder in stamp.recorded_dirs():
+        for number, dtype in enumerate(_dtypes(folder)):
+            lines = verdicts.verdict(folder, dtype, format="markdown").splitlines()
+            table = "\n".join(line for line in lines if f"{figure.GRAPHED} |" not in line)
+            title = f"{_card(folder)}, {dtype}"
+            folded = f"<details><summary>{title}</summary>\n\n{table}\n\n</details>\n"
+            parts.append(folded if number else f"{title}:\n\n{table}\n")
     return "\n".join(parts) if parts else "No run is recorded yet.\n"
 
 
@@ -187,7 +193,8 @@ def write_readme() -> None:
         raise ValueError(f"{README}: wanted one <!-- verdict: begin --> … <!-- verdict: end -->")
     README.write_text(TABLE.sub(lambda found: found[1] + readme_table() + found[2], text), encoding="utf-8")
     for folder in stamp.recorded_dirs()[:1]:
-        figure.save(draw_summary(verdicts.verdicts(folder), _runs(folder)[0].meta), FIGURE)
+        meta = stamp.combined([run.meta for run in _runs(folder)])
+        figure.save(draw_summary(verdicts.verdicts(folder), meta), FIGURE)
 
 
 def _runs(folder: Path) -> list[record.Record]:
@@ -201,7 +208,8 @@ def _dtypes(folder: Path) -> list[str]:
 
 def _card(folder: Path) -> str:
     metas = [run.meta for run in _runs(folder)]
-    return f"{metas[0]['gpu']}, recorded {max(str(meta['started'])[:10] for meta in metas)}"
+    labels = "".join(f", {label}" for label in stamp.labels(stamp.combined(metas)))
+    return f"{metas[0]['gpu']}, recorded {max(str(meta['started'])[:10] for meta in metas)}{labels}"
 
 
 @contextmanager

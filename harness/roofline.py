@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from harness import ceilings as limits
-from harness.figure import CEILING, COLOURS, MARKERS, STYLE
+from harness import stamp
+from harness.figure import CEILING, STYLE, colour, marker
 from harness.record import Row
 
 if TYPE_CHECKING:
@@ -81,23 +82,25 @@ def draw_roofline(
         done = [(p.intensity, rate) for p in points if (rate := p.tflops(p.dev_us))]
         if done:
             style: dict[str, Any] = {
-                "color": COLOURS[backend],
-                "marker": MARKERS[backend],
+                "color": colour(backend),
+                "marker": marker(backend),
                 "ls": "none",
                 "ms": 4,
                 "alpha": 0.7,
             }
-            axis.plot(*zip(*done, strict=True), label=f"{backend}, recorded", **style)
+            axis.plot(*zip(*done, strict=True), label=f"{backend}, recorded", gid=f"arm:{backend}:bold", **style)
         for p in chosen:
             rate = p.tflops(p.dev_us or p.floor_us)
             if rate:
-                face = COLOURS[backend] if p.dev_us else "none"
+                face = colour(backend) if p.dev_us else "none"
                 what = f"{p.case}: {'measured' if p.dev_us else 'at its floor'}"
                 axis.plot([p.intensity], [rate], "o", ms=8, mec=CEILING, mfc=face, mew=1.2, label=what)
         axis.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s", title=title)
         axis.grid(lw=0.3, alpha=0.5)
         figure.legend(loc="outside upper center", ncols=1, frameon=False)
-        caption = f"{meta.get('gpu')}, {str(meta.get('started'))[:10]}. Forward, device time, cold L2."
+        caption = (
+            f"{meta.get('gpu')}, {str(meta.get('started'))[:10]}.{stamp.warning(meta)} Forward, device time, cold L2."
+        )
         figure.supxlabel(caption, fontsize=5.5, color="#555555", x=0.02, ha="left")
     return figure
 

@@ -1,4 +1,4 @@
-"""Checks the measuring itself on this GPU: known calls, whose times, launches and bytes are known beforehand."""
+"""Checks the measuring itself: planted faults on any machine; on a GPU calls whose times and bytes are known beforehand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from harness import ceilings, compiled, precision, stamp, throttle
+from harness import behaviour, ceilings, compiled, faults, precision, stamp, throttle
 from harness.delimiters import Delimiters, make_delimiters
 from harness.measure import Plan, make_bench, measure_case
 from harness.profile import device_times
@@ -77,7 +77,7 @@ def poison(device: torch.device, delimiters: Delimiters) -> Finding:
     like = torch.zeros(2**20, device=device)
     found = {}
     for backend in ("eager", "compile"):
-        with precision.poisoned(like, like.dtype, backend):
+        with behaviour.poisoned(like, like.dtype, backend):
             fresh = torch.empty_like(like)
         found[backend] = int(fresh.isnan().sum()) / fresh.numel()
         del fresh
@@ -116,6 +116,20 @@ def card(device: torch.device, delimiters: Delimiters) -> Finding:
     return state.clock_mhz is not None and state.reasons is not None, f"driver {throttle.driver_version()}, {state}"
 
 
+def strided(device: torch.device) -> Iterator[tuple[str, bool, str]]:
+    """Every op on every backend, with inputs and a gradient that are not contiguous."""
+    for op in ops().values():
+        truth = precision.make_truth(op, op.quick.dims, torch.float16, device, precision.seed(op.name, "strided"))
+        wrong = []
+        for backend in ("triton", "tilelang"):
+            try:
+                reason = precision.check(op, truth, backend, strided=True).reason
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+            wrong += [f"{backend}: {reason}"] if reason else []
+        yield f"{op.name}, strided", not wrong, "; ".join(wrong) or "right"
+
+
 CHECKS = (card, long_call, launches, cold_cache, memory, poison, proof)
 
 
@@ -135,13 +149,28 @@ def run(device: torch.device) -> Iterator[tuple[str, bool, str]]:
             yield check.__name__, passed, text
 
 
+def plant(device: torch.device) -> int:
+    """Plants every fault and prints by which words it was caught; how many were not."""
+    missed = 0
+    for name, caught, said in faults.run(device):
+        missed += caught is False
+        mark = {True: "ok  ", False: "FAIL", None: "    "}[caught]
+        print(f"{mark} {name}: {said.splitlines()[0]}", flush=True)
+    return missed
+
+
 def main() -> int:
-    """Prints one line a check, the ceilings, and one case of each op with what it cost; 0 where all checks passed."""
+    """Prints one line a fault and, on a GPU, one a check, the ceilings, and what a case of two ops cost.
+
+    0 where every fault was caught and all checks passed.
+    """
+    if not torch.cuda.is_available():
+        return 1 if plant(torch.device("cpu")) else 0
     started = time.monotonic()
     device = torch.device("cuda", torch.cuda.current_device())
     print({key: value for key, value in stamp.environment().items() if key not in ("argv", "platform")})
-    failed = 0
-    for name, passed, text in run(device):
+    failed = plant(device)
+    for name, passed, text in (*run(device), *strided(device)):
         failed += not passed
         print(f"{'ok  ' if passed else 'FAIL'} {name}: {text}  {time.monotonic() - started:.1f} s", flush=True)
     delimiters = make_delimiters(device)

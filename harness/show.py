@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from harness import ceilings, quickcheck, record, stamp, verdicts
+from harness import ceilings, crosscheck, generated, quickcheck, record, stamp, verdicts
+from harness.figure import GRAPHED, ordered
 from harness.panel import run_label
 from harness.record import Record, Row
 from harness.stamp import DATA, DTYPES, ROOT
+from harness.statistic import geometric_mean
+from kernels import UnsupportedCase
 from kernels.registry import families, ops
 
+# Characters of a kernel's generated code that a notebook keeps.
+CODE = 12_000
 PUBLISHED = DATA / "published" / "rtx4090.json"
 
 
@@ -40,6 +45,18 @@ def source(family: str, part: str, *names: str) -> Any:
     return Markdown("```python\n" + "\n\n\n".join(text for (text,) in found.values()) + "\n```")
 
 
+def code(op: str, case: str, backend: str, dtype: str = "fp16") -> Any:
+    """A case's forward as its compiler makes it: registers, spills and, folded away, TTGIR or CUDA source; or why not."""
+    from IPython.display import HTML, Markdown
+
+    dims = next(each.dims for each in ops()[op].cases if each.name == case)
+    try:
+        kernels = generated.generated(op, dims, dtype, backend, backward=False)
+    except UnsupportedCase as reason:
+        return Markdown(f"No code of {backend} to show here: {reason}")
+    return HTML(generated.as_html(kernels, only=("TTGIR", "CUDA"), most=CODE))
+
+
 def costs(family: str, cases: Sequence[str], dtype: str = "fp16") -> pd.DataFrame:
     """The least that a call has to move and compute, of the cases named, forward and forward + backward."""
     rows = []
@@ -61,13 +78,50 @@ def checks(rows: Sequence[Row]) -> pd.DataFrame:
 
 
 def verdict(source: Record | Path, dtype: str = "fp16") -> pd.DataFrame:
-    """The verdict of a recorded run, a row an op and backend."""
-    table = pd.DataFrame(verdicts.verdict(source, dtype), columns=verdicts.COLUMNS)
+    """The verdict of a recorded run, a row an op and kernel backend; `graphed` has the CUDA graphs' rows."""
+    rows = [row for row in verdicts.verdict(source, dtype) if _kernel(row["backend"])]
+    table = pd.DataFrame(rows, columns=verdicts.COLUMNS)
     return table.drop(columns="dtype").set_index(["op", "backend"]).astype(_numbers(table)).round(2)
 
 
 def _numbers(table: pd.DataFrame) -> dict[str, str]:
     return {name: "float64" for name in (*verdicts.RATIOS, "vram", "ulp", "eager_ulp") if name in table}
+
+
+def graphed(run: Record, dtype: str = "fp16") -> pd.DataFrame:
+    """What remains once dispatch is gone: eager's wall over each kernel's, both replayed from a CUDA graph.
+
+    Geometric means over the cases; a row an op and backend, none where no graphed arm was recorded.
+    """
+    lines = []
+    for op in dict.fromkeys(row["op"] for row in run.rows):
+        rows = {(row["case"], row["backend"]): row for row in _ok(run.rows, op, dtype)}
+        for backend in ordered(b for _, b in rows if b.endswith(GRAPHED) and _kernel(b.removesuffix(GRAPHED))):
+            cases = [case for case, b in rows if b == backend and (case, f"eager{GRAPHED}") in rows]
+            cells = []
+            for phase in ("fwd", "fwdbwd"):
+                pairs = [
+                    (_wall(rows[case, f"eager{GRAPHED}"], phase), _wall(rows[case, backend], phase)) for case in cases
+                ]
+                ratios = [base[0] / mine[0] for base, mine in pairs if base and mine]
+                cells.append(geometric_mean(ratios) if ratios else None)
+            lines.append((op, backend, len(cases), *cells))
+    table = pd.DataFrame(lines, columns=("op", "backend", "n", "fwd wall", "fwd+bwd wall"))
+    return table.set_index(["op", "backend"]).astype({"fwd wall": "float64", "fwd+bwd wall": "float64"}).round(2)
+
+
+def _wall(row: Row, phase: str) -> list[float]:
+    return [min(row[phase]["wall_us"])] if row[phase] and row[phase]["wall_us"] else []
+
+
+def _kernel(backend: str) -> bool:
+    return backend not in verdicts.BASELINES and not backend.endswith(GRAPHED)
+
+
+def failures(run: Record) -> pd.DataFrame:
+    """Every row that is not ok, and why."""
+    names = ("op", "case", "dtype", "backend", "status", "reason")
+    return pd.DataFrame([[row[name] for name in names] for row in run.rows if row["status"] != "ok"], columns=names)
 
 
 def floors(run: Record, op: str, dtype: str = "fp16", phase: str = "fwd") -> pd.DataFrame:
@@ -76,23 +130,36 @@ def floors(run: Record, op: str, dtype: str = "fp16", phase: str = "fwd") -> pd.
     for row in _ok(run.rows, op, dtype):
         times = row[phase]
         line = table.setdefault(row["case"], {"floor µs": times["floor_us"], "in L2": row["l2_resident"]})
-        line[row["backend"]] = min(times["dev_us"]) / times["floor_us"]
+        if times["dev_us"] and not row["backend"].endswith(GRAPHED):
+            line[row["backend"]] = min(times["dev_us"]) / times["floor_us"]
     return pd.DataFrame.from_dict(table, orient="index").rename_axis("case").round(2)
 
 
-def losses(run: Record, dtype: str = "fp16", *, clock: str = "dev_us") -> pd.DataFrame:
-    """Every row slower than eager or torch.compile on that clock, forward or forward + backward; worst first."""
+def targets(verdict: pd.DataFrame, wanted: Mapping[str, Mapping[str, float]]) -> pd.DataFrame:
+    """Goals set beforehand against a verdict: {op: {ratio: the least it should be}}; a row an op, backend and ratio."""
+    rows = [
+        (op, backend, ratio, least, float(str(verdict.loc[(op, backend), ratio])))
+        for op, goals in wanted.items()
+        for backend in verdict.loc[op].index
+        for ratio, least in goals.items()
+    ]
+    table = pd.DataFrame(rows, columns=("op", "backend", "ratio", "target", "measured"))
+    return table.assign(met=table.measured >= table.target)
+
+
+def losses(run: Record, dtype: str = "fp16", *, clock: str = "dev_us", below: float = 1.0) -> pd.DataFrame:
+    """Every row under `below` times the speed of eager or torch.compile on that clock, of either phase; worst first."""
     found = []
     for op in dict.fromkeys(row["op"] for row in run.rows):
         rows = {(row["case"], row["backend"]): row for row in _ok(run.rows, op, dtype)}
         for (case, backend), row in rows.items():
             for baseline in verdicts.BASELINES:
                 other = rows.get((case, baseline))
-                if backend in verdicts.BASELINES or other is None:
+                if not _kernel(backend) or other is None:
                     continue
                 for phase in ("fwd", "fwdbwd"):
                     ratio = min(other[phase][clock]) / min(row[phase][clock])
-                    if ratio < 1:
+                    if ratio < below:
                         found.append((op, case, backend, f"{phase} against {baseline}", round(ratio, 2)))
     table = pd.DataFrame(found, columns=("op", "case", "backend", "lost", "ratio"))
     return table.sort_values(["ratio", "op", "case", "backend", "lost"]).reset_index(drop=True)
@@ -104,6 +171,21 @@ def limits(run: Record) -> pd.DataFrame:
     rows = [(f"{name} bandwidth", measured[f"{name}_gbps"], "GB/s") for name in ceilings.WRITE_SHARE]
     rows += [(f"{name} matrix product", rate, "TFLOP/s") for name, rate in measured["matmul_tflops"].items()]
     return pd.DataFrame(rows, columns=("ceiling", "measured", "unit")).set_index("ceiling").round(0)
+
+
+def crosschecks(run: Record) -> pd.DataFrame:
+    """Device time three ways, side by side with why they differ; `run` is a card's ceilings.json.
+
+    profiler: the sum of the kernels; events: around a batch; graph: the batch replayed as a CUDA graph; µs a call.
+    """
+    lines = []
+    for row in run.rows:
+        if row.get("kind") == crosscheck.KIND:
+            found = crosscheck.times(row) or dict.fromkeys(crosscheck.WAYS)
+            about = (row["op"], row["case"], row["arm"], row["phase"], row.get("launches"))
+            lines.append((*about, *(found[way] for way in crosscheck.WAYS), crosscheck.explain(row)))
+    names = ("op", "case", "backend", "phase", "launches", *crosscheck.WAYS, "explained by")
+    return pd.DataFrame(lines, columns=names).round(2).set_index(["op", "case", "backend", "phase"])
 
 
 def runs(family: str) -> dict[str, Record]:
@@ -121,28 +203,35 @@ def cards() -> dict[str, Record]:
         runs = record.load_dir(folder)
         rows = [row for name in families() if name in runs for row in runs[name].rows]
         if rows:
-            found[str(runs["ceilings"].meta["gpu"])] = Record(runs["ceilings"].meta, rows, folder)
+            ceilings_meta = runs["ceilings"].meta
+            both = stamp.combined([runs[name].meta for name in families() if name in runs])
+            labels = {name: both[name] for name in ("kernels_sha256", "git_dirty")}
+            found[str(ceilings_meta["gpu"])] = Record({**ceilings_meta, **labels}, rows, folder)
     return found
 
 
 def published(run: Record, dtype: str = "fp16") -> pd.DataFrame:
-    """The published figures beside this run's, op by op; `compares_with` says which op of this project theirs is."""
+    """The published figures and this run's, one above the other, cards named; `named there` is the op's name in the source."""
     theirs = json.loads(PUBLISHED.read_text(encoding="utf-8"))
     mine = {(row["op"], row["backend"]): row for row in verdicts.verdict(run, dtype)}
-    ratios = ("dev_eager", "dev_compile", "fb_eager", "fb_compile", "vram", "ulp", "eager_ulp")
+    ratios = ("n", "dev_eager", "dev_compile", "fb_eager", "fb_compile", "vram", "ulp", "eager_ulp")
+    there, here = f"{theirs['gpu']} (published)", f"{run.meta['gpu']} (here)"
     rows = []
-    for row in theirs["rows"]:
-        ours = mine.get((row["compares_with"], row["backend"]))
-        pairs = [f"{row[name]:.2f} | {ours[name]:.2f}" if ours else f"{row[name]:.2f} | –" for name in ratios]
-        rows.append((row["compares_with"], row["backend"], row["op"], *pairs))
-    table = pd.DataFrame(rows, columns=("op", "backend", "named there", *ratios))
-    return table.sort_values("op", key=_order, kind="stable").set_index(["op", "backend"])
+    for row in sorted(theirs["rows"], key=lambda row: _place(row["compares_with"])):
+        op, backend = row["compares_with"], row["backend"]
+        ours: dict[str, Any] = mine.get((op, backend), {})
+        rows.append((op, backend, there, row["op"], *(row[name] for name in ratios)))
+        rows.append((op, backend, here, op, *(ours.get(name) for name in ratios)))
+    table = pd.DataFrame(rows, columns=("op", "backend", "card", "named there", *ratios))
+    return table.astype(dict.fromkeys(ratios, "float64")).set_index(["op", "backend", "card"]).round(2)
 
 
-def _order(names: Iterable[str]) -> list[int]:
+def _place(op: str) -> int:
     known = list(ops())
-    return [known.index(name) if name in known else len(known) for name in names]
+    return known.index(op) if op in known else len(known)
 
 
 def _ok(rows: Sequence[Row], op: str, dtype: str) -> list[Row]:
-    return [row for row in rows if row["op"] == op and row["dtype"] == dtype and row["status"] == "ok"]
+    """The plain arms' good rows."""
+    found = [row for row in rows if row["op"] == op and row["dtype"] == dtype and row["status"] == "ok"]
+    return [row for row in found if not row["backend"].endswith(GRAPHED)]

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tokenize
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -107,6 +108,49 @@ def _bare(source: str) -> str:
     return re.sub(r",(?=[)\]}])", "", re.sub(r"\s+", "", "".join(lines)))
 
 
+@cache
+def _current_hashes() -> frozenset[str]:
+    return frozenset(kernels_sha256(path.name) for path in (ROOT / "kernels").iterdir() if path.is_dir())
+
+
+def labels(meta: Mapping[str, Any]) -> list[str]:
+    """What a reader of a run has to be told: made from a dirty tree, or by kernels that have changed since.
+
+    meta: a record's, or several runs' as `combined` makes it.
+    """
+    hashes = meta.get("kernels_sha256")
+    known = [hashes] if isinstance(hashes, str) else list(hashes or ())
+    found = ["dirty tree"] if meta.get("git_dirty") else []
+    return found + (["stale kernels"] if set(known) - _current_hashes() else [])
+
+
+def combined(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One meta that stands for several runs of a card: the last one's date, dirty or stale where any of them is."""
+    hashes = sorted({meta["kernels_sha256"] for meta in metas if meta.get("kernels_sha256")})
+    last = max(metas, key=lambda meta: str(meta.get("started")))
+    return {**last, "kernels_sha256": hashes, "git_dirty": any(meta.get("git_dirty") for meta in metas)}
+
+
+def warning(meta: Mapping[str, Any]) -> str:
+    """The labels as a sentence for a caption, with a space before it; empty where there is nothing to warn of."""
+    found = labels(meta)
+    return f" {', '.join(found).upper()}." if found else ""
+
+
+def cite(meta: Mapping[str, Any]) -> str:
+    """How to cite a run, in one line: the card, the day, the revision and the software that its numbers depend on."""
+    hashes = meta.get("kernels_sha256")
+    known = [hashes] if isinstance(hashes, str) else list(hashes or ())
+    state = labels(meta) + (["state of the tree not recorded"] if meta.get("git_dirty") is None else [])
+    parts = [
+        f"adapter-kernels, run of {str(meta.get('started'))[:10]} on {meta.get('gpu')}",
+        f"revision {str(meta.get('git_revision') or 'unknown')[:12]}",
+        *([f"kernels {'+'.join(each[:8] for each in known)}"] if known else []),
+        *(f"{name} {meta[name]}" for name in ("driver", "cuda", "torch", "triton", "tilelang") if meta.get(name)),
+    ]
+    return ", ".join(parts) + (f" ({', '.join(state)})" if state else "")
+
+
 def environment(family: str | None = None) -> dict[str, Any]:
     """The stamp of a run that starts now, on the current device; the card's entries are None without one."""
     stamp = {
@@ -119,12 +163,17 @@ def environment(family: str | None = None) -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "tf32": torch.backends.cuda.matmul.allow_tf32,
         **_git(),
-        "argv": ["harness", *sys.argv[1:]] if Path(sys.argv[0]).parent.name == "harness" else ["harness (imported)"],
+        "argv": argv(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     if family is not None:
         stamp["kernels_sha256"] = kernels_sha256(family)
     return stamp
+
+
+def argv() -> list[str]:
+    """The command line, where this is one."""
+    return ["harness", *sys.argv[1:]] if Path(sys.argv[0]).parent.name == "harness" else ["harness (imported)"]
 
 
 def _card() -> dict[str, Any]:
@@ -159,6 +208,7 @@ def _git() -> dict[str, Any]:
 
     revision = git("rev-parse", "HEAD")
     if revision is None:
-        # A copy of the tree without its repository can be told which revision it is; whether it is dirty, nobody knows.
-        return {"git_revision": os.environ.get("HARNESS_GIT_REVISION"), "git_dirty": None}
+        # A copy of the tree without its repository can be told which revision it is, and whether it was dirty.
+        dirty = {"0": False, "1": True}.get(os.environ.get("HARNESS_GIT_DIRTY", ""))
+        return {"git_revision": os.environ.get("HARNESS_GIT_REVISION"), "git_dirty": dirty}
     return {"git_revision": revision, "git_dirty": bool(git("status", "--porcelain", "--", "kernels", "harness"))}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from harness.figure import COLOURS, MARKERS, STYLE
+from harness import stamp
+from harness.figure import GRAPHED, STYLE, colour, marker
 from harness.verdicts import BASELINES, Verdict
 
 if TYPE_CHECKING:
@@ -16,11 +17,12 @@ CLOCKS = {"dev": "forward, device", "fbdev": "forward + backward, device", "fb":
 
 
 def draw_summary(made: Sequence[Verdict], meta: Mapping[str, Any]) -> Figure:
-    """Ratios above 1 to the right; filled against eager, hollow against torch.compile."""
+    """Ratios above 1 to the right; filled against eager, hollow against torch.compile. Graphed arms are left out."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+    made = [verdict for verdict in made if not verdict.values["backend"].endswith(GRAPHED)]
     names = list(dict.fromkeys(verdict.values["op"] for verdict in made))
     backends = list(dict.fromkeys(verdict.values["backend"] for verdict in made))
     with matplotlib.rc_context(STYLE):
@@ -28,7 +30,7 @@ def draw_summary(made: Sequence[Verdict], meta: Mapping[str, Any]) -> Figure:
         axes = figure.subplots(1, len(CLOCKS), sharey=True, sharex=True)
         for axis, (clock, title) in zip(axes, CLOCKS.items(), strict=True):
             for verdict in made:
-                colour, marker = COLOURS[verdict.values["backend"]], MARKERS[verdict.values["backend"]]
+                shade, shape = colour(verdict.values["backend"]), marker(verdict.values["backend"])
                 for at, baseline in enumerate(BASELINES):
                     ratio = verdict.ratios[f"{clock}_{baseline}"]
                     if ratio is None:
@@ -36,9 +38,9 @@ def draw_summary(made: Sequence[Verdict], meta: Mapping[str, Any]) -> Figure:
                     y = names.index(verdict.values["op"]) + 0.18 * (
                         backends.index(verdict.values["backend"]) * 2 + at - 1.5
                     )
-                    face = colour if baseline == "eager" else "white"
-                    axis.plot([ratio.low, ratio.high], [y, y], color=colour, lw=1)
-                    axis.plot([ratio.value], [y], marker, color=colour, mfc=face, ms=4)
+                    face = shade if baseline == "eager" else "white"
+                    axis.plot([ratio.low, ratio.high], [y, y], color=shade, lw=1)
+                    axis.plot([ratio.value], [y], shape, color=shade, mfc=face, ms=4)
             axis.axvline(1, color="#777777", lw=0.8)
             axis.set(xscale="log", title=title, xlabel="×")
             axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -48,7 +50,7 @@ def draw_summary(made: Sequence[Verdict], meta: Mapping[str, Any]) -> Figure:
         axes[0].set_yticks(range(len(names)), names)
         axes[0].set_ylim(len(names) - 0.5, -0.5)
         figure.legend(handles=_handles(backends), loc="outside upper center", ncols=2 * len(backends), frameon=False)
-        caption = f"{meta['gpu']}, {str(meta['started'])[:10]}. Geometric means over an op's cases with 95 % intervals."
+        caption = f"{meta['gpu']}, {str(meta['started'])[:10]}.{stamp.warning(meta)} Geometric means over an op's cases with 95 % intervals."
         figure.supxlabel(caption, fontsize=6, color="#555555", x=0.02, ha="left")
     return figure
 
@@ -57,7 +59,7 @@ def _handles(backends: Sequence[str]) -> list[Any]:
     from matplotlib.lines import Line2D
 
     return [
-        Line2D([], [], color=COLOURS[b], marker=MARKERS[b], mfc=face, ls="none", ms=4, label=f"{b} over {baseline}")
+        Line2D([], [], color=colour(b), marker=marker(b), mfc=face, ls="none", ms=4, label=f"{b} over {baseline}")
         for b in backends
-        for baseline, face in zip(BASELINES, (COLOURS[b], "white"), strict=True)
+        for baseline, face in zip(BASELINES, (colour(b), "white"), strict=True)
     ]

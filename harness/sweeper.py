@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from harness import ceilings as limits
-from harness import prebuild, record, stamp, throttle
+from harness import crosscheck, prebuild, record, stamp, throttle
 from harness.delimiters import make_delimiters
-from harness.measure import BACKENDS, DeadContext, Plan, make_bench, measure_case
+from harness.measure import DeadContext, Plan, make_bench, measure_case
 from harness.record import Record, Row
+from harness.steps import ARMS
 from kernels.registry import Case, Op, families
+from kernels.registry import ops as all_ops
 
 Echo = Callable[[str], None]
 Measure = Callable[[Op, Case, str, Sequence[str]], list[Row]]
@@ -32,7 +34,7 @@ class Selection:
 
     ops: tuple[Op, ...]
     dtypes: tuple[str, ...]
-    backends: tuple[str, ...] = BACKENDS
+    backends: tuple[str, ...] = ARMS
     pattern: str = "*"
 
     def cases(self) -> Iterable[tuple[Op, Case, str]]:
@@ -121,7 +123,7 @@ def sweep(
     *,
     case: str = "*",
     op: str | None = None,
-    backends: Sequence[str] = BACKENDS,
+    backends: Sequence[str] = ARMS,
     jobs: int | None = None,
     retry: bool = False,
     allow_busy: bool = False,
@@ -136,7 +138,7 @@ def sweep(
         out: the folder; data/<gpu> by default.
         case: measure only cases whose name matches this shell pattern.
         op: measure only this op.
-        backends: the arms.
+        backends: the arms; those that replay CUDA graphs are among them by default.
         jobs: processes that compile kernels beforehand; the number of CPUs by default, 0 for none.
         retry: measure failed and invalid rows again.
         allow_busy: measure on a card that is busy with other work.
@@ -184,6 +186,23 @@ def _ceilings(folder: Path, device: torch.device, delimiters: Any, *, resumed: b
         return run.meta["ceilings"]
     started = time.monotonic()
     measured, rows = limits.measure(device, delimiters)
-    Record({**meta, "ceilings": measured}, rows).save(path)
+    kept = [row for row in run.rows if row["kind"] == crosscheck.KIND]
+    Record({**meta, "ceilings": measured}, [*rows, *kept]).save(path)
     echo(f"ceilings: {limits.describe(measured)}  {time.monotonic() - started:.1f} s")
     return measured
+
+
+def crosscheck_into(out: str | Path | None = None, dtype: str = "fp16") -> list[Row]:
+    """Measures the cross-check of device times and puts its rows into the folder's ceilings.json, in place of older ones.
+
+    Raises:
+        NoGpu; FileNotFoundError without ceilings.json; ForeignGpu where it is another card's.
+    """
+    require_gpu()
+    device = torch.device("cuda", torch.cuda.current_device())
+    path = (Path(out) if out else stamp.data_dir()) / "ceilings.json"
+    run = record.load(path, gpu=torch.cuda.get_device_name())
+    rows = crosscheck.measure(device, make_delimiters(device), crosscheck.choose(all_ops().values()), dtype)
+    kept = [row for row in run.rows if row["kind"] != crosscheck.KIND or row["dtype"] != dtype]
+    Record(run.meta, [*kept, *rows]).save(path)
+    return rows

@@ -37,11 +37,16 @@ class State:
         return None if self.reasons is None else bool(self.reasons & THROTTLING)
 
 
+def drift(before: State, after: State) -> str | None:
+    """How far the SM clock moved between two readings, or None where it stayed or is not known."""
+    if not before.clock_mhz or not after.clock_mhz or abs(after.clock_mhz / before.clock_mhz - 1) <= DRIFT:
+        return None
+    return f"the clock drifted from {before.clock_mhz} to {after.clock_mhz} MHz"
+
+
 def drifted(before: State, after: State) -> bool:
     """Whether the SM clock moved between two readings."""
-    if not before.clock_mhz or not after.clock_mhz:
-        return False
-    return abs(after.clock_mhz / before.clock_mhz - 1) > DRIFT
+    return drift(before, after) is not None
 
 
 def state() -> State:

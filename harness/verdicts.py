@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from harness import record, stamp
 from harness.record import Record, Row
-from harness.statistic import Ratio, geometric_mean, mean_ratio
+from harness.statistic import Ratio, geometric_mean, mean_ratio, row_ratio
+from harness.steps import SUFFIX, is_graphed
 from kernels.registry import ops
 
 BASELINES = ("eager", "compile")
+# What an arm is compared with; a graphed arm has shed its dispatch, so has the eager arm that it is held against.
+_GRAPHED_BASELINES = {"eager": f"eager{SUFFIX}"}
 # Name -> (the row's phase and samples, the baseline).
 RATIOS = {
     "dev_eager": ("fwd", "dev_us", "eager"),
@@ -28,11 +31,26 @@ COLUMNS = ("op", "backend", "dtype", "n", "n_ok", *RATIOS, "vram", "ulp", "eager
 
 @dataclass(frozen=True)
 class Verdict:
-    """One op on one backend; `values` hold COLUMNS, `ratios` the intervals, `notes` what the means leave out."""
+    """One op on one backend: `values` hold COLUMNS, `ratios` the means with their intervals.
+
+    notes: what the means leave out, and which rows are noisy or ties. rows: each case's own ratios, bootstrapped over
+    its windows.
+    """
 
     values: dict[str, Any]
     ratios: dict[str, Ratio | None]
     notes: tuple[str, ...]
+    rows: dict[str, dict[str, Ratio]] = field(default_factory=dict)
+
+
+def baselines(backend: str) -> dict[str, str]:
+    """The arm that stands for each of BASELINES beside this backend; nothing stands for "compile" beside a graph."""
+    return dict(_GRAPHED_BASELINES) if is_graphed(backend) else {name: name for name in BASELINES}
+
+
+def is_baseline(backend: str) -> bool:
+    """Whether others are compared with this arm, so that it has no verdict of its own."""
+    return backend in BASELINES or backend in _GRAPHED_BASELINES.values()
 
 
 def judge(rows: Sequence[Row], op: str, backend: str, dtype: str, cases: Sequence[str] = ()) -> Verdict:
@@ -44,14 +62,15 @@ def judge(rows: Sequence[Row], op: str, backend: str, dtype: str, cases: Sequenc
     names = tuple(dict.fromkeys([*cases, *(case for case, _ in found)]))
     ok = {key: row for key, row in found.items() if row["status"] == "ok"}
     mine = {case: ok[case, backend] for case in names if (case, backend) in ok}
-    base = {b: {case: ok[case, b] for case in mine if (case, b) in ok} for b in BASELINES}
+    arms = baselines(backend)
+    base = {b: {case: ok[case, arm] for case in mine if (case, arm) in ok} for b, arm in arms.items()}
 
-    ratios = {
-        name: mean_ratio(
-            [(_samples(base[b][case], phase, kind), _samples(mine[case], phase, kind)) for case in base[b]]
-        )
+    pairs = {
+        name: {case: (row[phase][kind], mine[case][phase][kind]) for case, row in base.get(b, {}).items()}
         for name, (phase, kind, b) in RATIOS.items()
     }
+    ratios = {name: mean_ratio(list(samples.values())) for name, samples in pairs.items()}
+    each = {name: {case: row_ratio(*sides) for case, sides in samples.items()} for name, samples in pairs.items()}
     eager = base["eager"]
     values: dict[str, Any] = {"op": op, "backend": backend, "dtype": dtype, "n": len(names), "n_ok": len(mine)}
     values |= {name: None if ratio is None else ratio.value for name, ratio in ratios.items()}
@@ -59,12 +78,7 @@ def judge(rows: Sequence[Row], op: str, backend: str, dtype: str, cases: Sequenc
     values["ulp"] = _mean(row["ulp"] for row in mine.values())
     values["eager_ulp"] = _mean(row["ulp"] for row in eager.values())
     values["worst_case"] = _worst(mine, base)
-    return Verdict(values, ratios, tuple(_notes(names, mine, base, found, backend)))
-
-
-def _samples(row: Row, phase: str, kind: str) -> list[float]:
-    samples: list[float] = row[phase][kind]
-    return samples if kind == "dev_us" else [min(samples)]
+    return Verdict(values, ratios, (*_notes(names, mine, base, found, backend), *_ties(each)), each)
 
 
 def _mean(values: Iterable[float]) -> float | None:
@@ -77,7 +91,7 @@ def _worst(mine: dict[str, Row], base: dict[str, dict[str, Row]]) -> str | None:
     least: dict[str, float] = {}
     for phase, kind, b in RATIOS.values():
         if kind == "dev_us":
-            for case, other in base[b].items():
+            for case, other in base.get(b, {}).items():
                 ratio = min(other[phase][kind]) / min(mine[case][phase][kind])
                 least[case] = min(ratio, least.get(case, ratio))
     return min(least, key=lambda case: least[case]) if least else None
@@ -95,11 +109,19 @@ def _notes(
     for baseline, rows in base.items():
         absent = [case for case in mine if case not in rows]
         if absent:
-            yield f"against {baseline}: without {', '.join(absent)}"
-    for flag in ("noisy", "throttled"):
-        marked = [case for case, row in mine.items() if row[flag]]
+            yield f"against {baselines(backend)[baseline]}: without {', '.join(absent)}"
+    for flag in ("noisy", "throttled", "wall_contended"):
+        marked = [case for case, row in mine.items() if row.get(flag)]
         if marked:
             yield f"{flag}: {', '.join(marked)}"
+
+
+def _ties(rows: Mapping[str, Mapping[str, Ratio]]) -> Iterable[str]:
+    """The cases whose own interval contains 1, by ratio of device times: a wall is noisier than any difference."""
+    for name, ratios in rows.items():
+        cases = [case for case, ratio in ratios.items() if ratio.tie]
+        if cases and RATIOS[name][1] == "dev_us":
+            yield f"tie {name.replace('_', '/')}: {', '.join(cases)}"
 
 
 def verdicts(source: str | Path | Record | None = None, dtype: str = "fp16") -> list[Verdict]:
@@ -107,21 +129,23 @@ def verdicts(source: str | Path | Record | None = None, dtype: str = "fp16") -> 
 
     source: None means the only recorded folder under data/, or this card's.
     """
-    if isinstance(source, Record):
-        runs = [source]
-    else:
-        folder = Path(source) if source is not None else default_dir()
-        loaded = {folder.stem: record.load(folder)} if folder.is_file() else record.load_dir(folder)
-        runs = [run for name, run in loaded.items() if name != "ceilings"]
     order = list(ops())
     made = []
-    for run in runs:
+    for run in _runs(source):
         rows = [row for row in run.rows if row["dtype"] == dtype]
         for op in dict.fromkeys(row["op"] for row in rows):
             cases = [case.name for case in ops()[op].cases] if op in ops() else []
             backends = dict.fromkeys(row["backend"] for row in rows if row["op"] == op)
-            made += [judge(rows, op, b, dtype, cases) for b in backends if b not in BASELINES]
+            made += [judge(rows, op, b, dtype, cases) for b in backends if not is_baseline(b)]
     return sorted(made, key=lambda v: order.index(v.values["op"]) if v.values["op"] in order else len(order))
+
+
+def _runs(source: str | Path | Record | None) -> list[Record]:
+    if isinstance(source, Record):
+        return [source]
+    folder = Path(source) if source is not None else default_dir()
+    loaded = {folder.stem: record.load(folder)} if folder.is_file() else record.load_dir(folder)
+    return [run for name, run in loaded.items() if name != "ceilings"]
 
 
 def default_dir() -> Path:
@@ -137,7 +161,8 @@ def verdict(source: str | Path | Record | None = None, dtype: str = "fp16", *, f
     """The verdict as a list of dicts ("rows"), or as a string: "json", "markdown" or "text".
 
     Ratios are geometric means over the cases; above 1 this backend is better. dev: forward device time, fbdev: forward
-    and backward device time, fb: forward and backward wall, vram: peak memory with backward.
+    and backward device time, fb: forward and backward wall, vram: peak memory with backward. An arm that replays CUDA
+    graphs is compared with eager_graphed, ulp and vram too, and not with torch.compile.
     """
     made = verdicts(source, dtype)
     rows = [v.values for v in made]
@@ -148,7 +173,8 @@ def verdict(source: str | Path | Record | None = None, dtype: str = "fp16", *, f
     if format == "markdown":
         return "\n".join(_table(made))
     if format == "text":
-        return "\n".join(_text(made, dtype))
+        sources = dict.fromkeys(stamp.cite(run.meta) for run in _runs(source))
+        return "\n".join([*_text(made, dtype), "", "To cite:", *sources])
     raise ValueError(f"format: got {format!r}, wanted rows, json, markdown or text")
 
 

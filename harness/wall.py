@@ -28,6 +28,10 @@ class WallTime:
     def host_us(self) -> float:
         return median(self.issue_us)
 
+    def joined(self, other: WallTime) -> WallTime:
+        """The rounds of both."""
+        return WallTime(self.wall_us + other.wall_us, self.issue_us + other.issue_us)
+
 
 def wall_times(
     arms: Mapping[str, Callable[[], Any]], delimiters: Delimiters, *, rounds: int = ROUNDS

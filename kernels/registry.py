@@ -105,6 +105,10 @@ class Op:
         """The public function on these inputs."""
         return self.call(*inputs.values(), **self.kwargs, backend=backend)
 
+    def run_formula(self, inputs: Inputs) -> Tensor:
+        """The formula alone on these inputs, in their dtype: what a user of PyTorch would write."""
+        return self.oracle(*inputs.values(), **self.kwargs)
+
     def cost(self, dims: Dims, itemsize: int, *, backward: bool = False) -> Cost:
         """Compulsory traffic in bytes and operations, for the forward or for forward + backward.
 

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common.cayley import MAX_INLINE, MAX_Q, pad
+from kernels.common.plans import planned
 
 _MAX_Q = tl.constexpr(MAX_Q)
 
@@ -147,6 +148,7 @@ def solve_lanes(blocks, delta, factor, first, n_k, S: tl.constexpr, N: tl.conste
         tl.store(delta + at + r * S + cols, d[r], mask=mask & (lanes >= P))
 
 
+@planned
 @triton.jit
 def _solve_kernel(blocks, delta, shrink, S: tl.constexpr, P: tl.constexpr, HAS_SHRINK: tl.constexpr):
     """delta[k] = D of one block of any size: Gauss-Jordan with pivots on a [P, 2 P] tile, rows and columns by reductions."""
@@ -179,6 +181,7 @@ def _solve_kernel(blocks, delta, shrink, S: tl.constexpr, P: tl.constexpr, HAS_S
     tl.store(delta + at + rows * S + cols, d, mask=mask & (lanes >= P))
 
 
+@planned
 @triton.jit
 def _solve_lanes_kernel(blocks, delta, shrink, n_k, S: tl.constexpr, N: tl.constexpr, HAS_SHRINK: tl.constexpr):
     """delta[k] of N blocks by `solve_lanes`."""
@@ -296,6 +299,7 @@ def finish_tile(
         tl.store(blocks_grad + offs, value.to(blocks_grad.dtype.element_ty), mask=exists)
 
 
+@planned
 @triton.jit
 def _finish_kernel(
     parts, blocks_grad, rescale_grad, delta, rescale, splits, n_k, S: tl.constexpr, P: tl.constexpr, BLOCK_SPLITS: tl.constexpr,

@@ -33,11 +33,16 @@ from torch.autograd.function import once_differentiable
 
 from kernels.common import backends
 from kernels.common.checks import check_backend, check_tensor
+from kernels.common.plans import Plan, hooked, record
 
 NAMESPACE = "fused_adapters"
 Scalars = tuple[float, ...]
 Tensors = tuple["Tensor | None", ...]
 Spec = tuple[tuple[int, ...], torch.dtype]
+Choice = Callable[["Tensors", "Tensor | None"], Tensor]
+# Bytes whose multiples kernels are specialised for.
+ALIGNMENT = 16
+_MAX_KINDS = 4096
 _SIXTEEN = (torch.float16, torch.bfloat16)
 
 
@@ -55,6 +60,7 @@ class FusedOp:
         package: str,
         stem: str,
         args: tuple[str, ...],
+        check: Callable[..., None],
         eager: Callable[..., Tensor],
         out_shape: Callable[..., tuple[int, ...]],
         scalars: tuple[str, ...] = (),
@@ -62,39 +68,69 @@ class FusedOp:
         saved: Callable[..., tuple[Spec, ...]] = _no_saved,
     ) -> None:
         self.name, self.package, self.stem, self.args = name, package, stem, args
-        self.eager, self.out_shape, self.saved_specs = eager, out_shape, saved
+        self.check, self.eager, self.out_shape, self.saved_specs = check, eager, out_shape, saved
         self.scalars, self.optional = scalars, optional
         self._compiled = cache(self._compile)
         self._implementation = cache(lambda backend: import_module(f"{package}.{backend}_impl"))
+        self._choices: dict[Any, Choice] = {}
+        self._calls: dict[Any, FusedCall] = {}
         # As torch.compile sees the op: opaque, with a fake implementation and a registered backward.
         self._library = _register(self)
 
     def __call__(self, tensors: Tensors, scalars: Scalars = (), *, base: Tensor | None, backend: str) -> Tensor:
         """Computes the op; raises ValueError or TypeError for bad arguments, UnsupportedCase where `backend` can't."""
+        if torch.compiler.is_compiling():
+            return self._choose(tensors, scalars, base, backend, None)(tensors, base)
+        return self._run(tensors, scalars, base, backend, None)
+
+    def _run(
+        self, tensors: Tensors, scalars: Scalars, base: Tensor | None, backend: str, out_dtype: torch.dtype | None
+    ) -> Tensor:
+        """Checks and chooses once for each kind of call; later calls are known by their arguments' signatures."""
+        try:
+            mode = (backend, scalars, out_dtype, torch.is_grad_enabled(), _autocast(tensors))
+            key = (mode, _signature(base), *map(_signature, tensors))
+            choice = self._choices.get(key)
+        except (AttributeError, RuntimeError):
+            # No tensor, or none with plain memory: either the checks say so, or the choice holds for this call alone.
+            return self._choose(tensors, scalars, base, backend, out_dtype)(tensors, base)
+        if choice is None:
+            choice = self._choose(tensors, scalars, base, backend, out_dtype)
+            _remember(self._choices, key, choice)
+        return choice(tensors, base)
+
+    def _choose(
+        self, tensors: Tensors, scalars: Scalars, base: Tensor | None, backend: str, out_dtype: torch.dtype | None
+    ) -> Choice:
+        """Checks the arguments and says what computes every call of their kind."""
+        self.check(*tensors)
         check_backend(self.name, backend)
         device = self._check_devices(tensors, base)
-        if torch.is_autocast_enabled(device.type):
-            tensors = _cast(tensors, torch.get_autocast_dtype(device.type))
-        compute, out_dtype = self._dtypes(tensors, base)
-        tensors = _cast(tensors, compute)
+        autocast = _autocast(tensors)
+        if autocast is not None and any(t is not None and t.dtype is not autocast for t in tensors):
+            return lambda tensors, base: self._run(_cast(tensors, autocast), scalars, base, backend, out_dtype)
+        compute, promoted = self._dtypes(tensors, base)
+        out_dtype = out_dtype or promoted
         if base is not None and tuple(base.shape) != self.out_shape(*tensors):
-            raise ValueError(
-                f"{self.name}: base: got shape {tuple(base.shape)}, wanted {tuple(self.out_shape(*tensors))}"
-            )
-        if backend == "eager" or backend == "compile":
-            formula = self.eager if backend == "eager" else self._compiled(scalars, base is not None)
-            if backend == "eager":
-                return _finish(formula(*tensors, *scalars), base, out_dtype)
-            return formula(tensors, base, out_dtype)
+            wanted = tuple(self.out_shape(*tensors))
+            raise ValueError(f"{self.name}: base: got shape {tuple(base.shape)}, wanted {wanted}")
+        if any(t is not None and t.dtype is not compute for t in tensors):
+            return lambda tensors, base: self._run(_cast(tensors, compute), scalars, base, backend, out_dtype)
+        if backend == "eager":
+            return lambda tensors, base: _finish(self.eager(*tensors, *scalars), base, out_dtype)
+        if backend == "compile":
+            formula = self._compiled(scalars, base is not None)
+            return lambda tensors, base: formula(tensors, base, out_dtype)
+        needs = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in tensors)
         if torch.compiler.is_compiling():
-            needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors]
-            return self._library(*tensors, base, list(scalars), backend, out_dtype, needs)[0]
+            return lambda tensors, base: self._library(*tensors, base, list(scalars), backend, out_dtype, list(needs))[
+                0
+            ]
         backends.require(backend, device, compute)
-        if torch.is_grad_enabled() and (
-            any(t is not None and t.requires_grad for t in tensors) or (base is not None and base.requires_grad)
-        ):
-            return _Fused.apply(self, backend, scalars, out_dtype, base, *tensors)
-        return self.forward(backend, tensors, scalars, base, out_dtype, (False,) * len(tensors))[0]
+        call = FusedCall(self, backend, scalars, out_dtype, needs, tensors)
+        if any(needs) or (base is not None and base.requires_grad and torch.is_grad_enabled()):
+            return lambda tensors, base: _Fused.apply(call, base, *tensors)
+        return lambda tensors, base: call.forward(tensors, base)[0]
 
     def forward(
         self,
@@ -106,17 +142,7 @@ class FusedOp:
         needs: tuple[bool, ...],
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The backend's forward without autograd: the output and what the backward wants saved."""
-        first = _first(tensors)
-        if any(t is not None and t.numel() == 0 for t in tensors):
-            shape = self.out_shape(*tensors)
-            out = first.new_zeros(shape, dtype=out_dtype)
-            if base is not None:
-                out.copy_(base)
-            specs = self.saved_specs(needs, *tensors)
-            return out, tuple(first.new_zeros(size, dtype=dtype) for size, dtype in specs)
-        run = getattr(self._implementation(backend), f"{self.stem}_forward")
-        with _on(first.device):
-            return run(*tensors, *scalars, base=base, out_dtype=out_dtype, needs=needs)
+        return self._call(backend, tensors, scalars, out_dtype, needs, base).forward(tensors, base)
 
     def backward(
         self,
@@ -128,13 +154,23 @@ class FusedOp:
         needs: tuple[bool, ...],
     ) -> Tensors:
         """The backend's backward without autograd: a gradient for each tensor that needs one."""
-        if grad.numel() == 0 or any(t is not None and t.numel() == 0 for t in tensors):
-            return tuple(
-                torch.zeros_like(t) if n and t is not None else None for t, n in zip(tensors, needs, strict=True)
-            )
-        run = getattr(self._implementation(backend), f"{self.stem}_backward")
-        with _on(grad.device):
-            return run(grad.to(_first(tensors).dtype), *tensors, *scalars, saved=saved, needs=needs)
+        return self._call(backend, tensors, scalars, grad.dtype, needs, None).backward(grad, tensors, saved)
+
+    def _call(
+        self,
+        backend: str,
+        tensors: Tensors,
+        scalars: Scalars,
+        out_dtype: torch.dtype,
+        needs: tuple[bool, ...],
+        base: Tensor | None,
+    ) -> FusedCall:
+        key = (backend, scalars, out_dtype, needs, _signature(base), *map(_signature, tensors))
+        call = self._calls.get(key)
+        if call is None:
+            call = FusedCall(self, backend, scalars, out_dtype, needs, tensors)
+            _remember(self._calls, key, call)
+        return call
 
     def _check_devices(self, tensors: Tensors, base: Tensor | None) -> torch.device:
         device = None
@@ -170,40 +206,167 @@ class FusedOp:
 
         return torch.compile(formula, fullgraph=True)
 
+    def host_code(self, backend: str, direction: str) -> Callable[..., Any]:
+        """The backend's `<stem>_forward` or `<stem>_backward`."""
+        code: Callable[..., Any] = getattr(self._implementation(backend), f"{self.stem}_{direction}")
+        return code
+
+
+class FusedCall:
+    """What calls of one kind do: the same backend, scalars, shapes, strides, dtypes, alignments, device and gradients.
+
+    The first forward runs the backend's host code and keeps its launch plan, and so does the first backward for each
+    layout of the incoming gradient; later ones replay the plan.
+    """
+
+    def __init__(
+        self,
+        op: FusedOp,
+        backend: str,
+        scalars: Scalars,
+        out_dtype: torch.dtype,
+        needs: tuple[bool, ...],
+        tensors: Tensors,
+    ) -> None:
+        first = _first(tensors)
+        self.op, self.backend, self.scalars, self.out_dtype, self.needs = op, backend, scalars, out_dtype, needs
+        self.compute, self.index = first.dtype, first.device.index if first.is_cuda else None
+        self.count = len(tensors)
+        self.empty = any(t is not None and t.numel() == 0 for t in tensors)
+        self.watched = hooked if backend == "triton" else _unwatched
+        self.plan: Plan | None = None
+        self.backward_plans: dict[Any, Plan] = {}
+        # Directions whose host code no plan can hold.
+        self.unplanned: set[str] = set()
+
+    def forward(self, tensors: Tensors, base: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The output and what the backward wants saved."""
+        plan = self.plan
+        if plan is not None and self._here() and not self.watched():
+            result: tuple[Tensor, tuple[Tensor, ...]] = plan.replay(_stream(self.index), *tensors, base)
+            return result
+        if self.empty:
+            return self._empty_forward(tensors, base)
+        host = self.op.host_code(self.backend, "forward")
+
+        def run(*inputs: Tensor | None) -> Any:
+            return host(*inputs[:-1], *self.scalars, base=inputs[-1], out_dtype=self.out_dtype, needs=self.needs)
+
+        result, self.plan = self._elsewhere(plan, (*self.op.args, "base"), (*tensors, base), run)
+        return result
+
+    def backward(self, grad: Tensor, tensors: Tensors, saved: tuple[Tensor, ...]) -> Tensors:
+        """A gradient for each tensor that needs one."""
+        if grad.dtype is not self.compute:
+            grad = grad.to(self.compute)
+        key = _signature(grad)
+        plan = self.backward_plans.get(key)
+        if plan is not None and self._here() and not self.watched():
+            grads: Tensors = plan.replay(_stream(self.index), grad, *tensors, *saved)
+            return grads
+        if self.empty:
+            return tuple(
+                torch.zeros_like(t) if n and t is not None else None for t, n in zip(tensors, self.needs, strict=True)
+            )
+        host, last = self.op.host_code(self.backend, "backward"), 1 + self.count
+
+        def run(*inputs: Tensor | None) -> Any:
+            return host(*inputs[:last], *self.scalars, saved=inputs[last:], needs=self.needs)
+
+        names = ("grad", *self.op.args, *(f"saved{i}" for i in range(len(saved))))
+        grads, made = self._elsewhere(plan, names, (grad, *tensors, *saved), run)
+        if made is not None and made is not plan:
+            _remember(self.backward_plans, key, made)
+        return grads
+
+    def _here(self) -> bool:
+        """Whether the tensors' device is the current one."""
+        return self.index is None or self.index == torch.cuda.current_device()
+
+    def _elsewhere(
+        self, plan: Plan | None, names: tuple[str, ...], inputs: tuple[Any, ...], run: Callable[..., Any]
+    ) -> tuple[Any, Plan | None]:
+        """The result and the plan of a call that is the first, watched, or on a device that isn't the current one."""
+        with _on(self.index):
+            if self.watched():
+                return run(*inputs), plan
+            if plan is not None:
+                return plan.replay(_stream(self.index), *inputs), plan
+            if names[0] in self.unplanned:
+                return run(*inputs), None
+            result, plan = record(names, inputs, run)
+            if plan is None:
+                self.unplanned.add(names[0])
+            return result, plan
+
+    def _empty_forward(self, tensors: Tensors, base: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        first = _first(tensors)
+        out = first.new_zeros(self.op.out_shape(*tensors), dtype=self.out_dtype)
+        if base is not None:
+            out.copy_(base)
+        specs = self.op.saved_specs(self.needs, *tensors)
+        return out, tuple(first.new_zeros(size, dtype=dtype) for size, dtype in specs)
+
 
 class _Fused(torch.autograd.Function):
     """Autograd for the fused backends outside torch.compile; holds no arithmetic of its own."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        op: FusedOp,
-        backend: str,
-        scalars: Scalars,
-        out_dtype: torch.dtype,
-        base: Tensor | None,
-        *tensors: Any,
-    ) -> Tensor:
-        ctx.op, ctx.backend, ctx.scalars = op, backend, scalars
-        ctx.base_dtype = None if base is None else base.dtype
-        ctx.needs = ctx.needs_input_grad[5:]
-        out, saved = op.forward(backend, tensors, scalars, base, out_dtype, ctx.needs)
+    def forward(ctx: Any, call: FusedCall, base: Tensor | None, *tensors: Any) -> Tensor:  # type: ignore[override]
+        ctx.call, ctx.base_dtype = call, None if base is None else base.dtype
+        out, saved = call.forward(tensors, base)
         ctx.save_for_backward(*tensors, *saved)
-        ctx.set_materialize_grads(False)
         return out
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None) -> Any:  # type: ignore[override]
-        count = len(ctx.needs)
-        if grad is None:
-            return (None,) * (5 + count)
-        values = ctx.saved_tensors
-        grads: Tensors = (None,) * count
-        if any(ctx.needs):
-            grads = ctx.op.backward(ctx.backend, grad, values[:count], ctx.scalars, values[count:], ctx.needs)
-        base_grad = grad.to(ctx.base_dtype) if ctx.needs_input_grad[4] else None
-        return (None, None, None, None, base_grad, *grads)
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            return _backward_once(ctx, grad)
+        return _backward(ctx, grad)
+
+
+def _backward(ctx: Any, grad: Tensor) -> Any:
+    call, needs = ctx.call, ctx.needs_input_grad
+    base_grad = grad.to(ctx.base_dtype) if needs[1] else None
+    if not any(call.needs):
+        return (None, base_grad, *(None for _ in call.needs))
+    values = ctx.saved_tensors
+    return (None, base_grad, *call.backward(grad, values[: call.count], values[call.count :]))
+
+
+# Where the gradient is to be differentiated again (create_graph): raises then, rather than being silently wrong.
+_backward_once = once_differentiable(_backward)
+
+
+def _signature(t: Tensor | None) -> Any:
+    """What the choice of a call and its launch plan depend on in an argument."""
+    if t is None:
+        return None
+    dtype = t.dtype
+    tf32 = dtype is torch.float32 and backends.allow_tf32()
+    return t.shape, t.stride(), dtype, t.device, t.requires_grad, t.data_ptr() % ALIGNMENT, tf32
+
+
+def _autocast(tensors: Tensors) -> torch.dtype | None:
+    """The dtype that autocast wants on the tensors' device, or None where it is off."""
+    kind = tensors[0].device.type  # type: ignore[union-attr]
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+    """Keeps a value; a program that never repeats a call must not fill the memory."""
+    if len(known) >= _MAX_KINDS:
+        known.clear()
+    known[key] = value
+
+
+def _stream(index: int | None) -> int:
+    """PyTorch's current stream on a device, as the driver's handle."""
+    return 0 if index is None else torch._C._cuda_getCurrentRawStream(index)
+
+
+def _unwatched() -> bool:
+    return False
 
 
 def _register(op: FusedOp) -> Any:
@@ -283,8 +446,6 @@ def _finish(value: Tensor, base: Tensor | None, out_dtype: torch.dtype) -> Tenso
     return value if value.dtype is out_dtype else value.to(out_dtype)
 
 
-def _on(device: torch.device) -> Any:
-    """Makes `device` the current one, at no cost where it already is or where there is no GPU."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)
+def _on(index: int | None) -> Any:
+    """Makes this CUDA device the current one; None: there is none."""
+    return nullcontext() if index is None else torch.cuda.device(index)

@@ -44,6 +44,37 @@ def to_operand(dsl: Dsl, value: Any, operand: Any, factor: Any) -> Any:
     return (scaled if operand.dtype == "float16" else cast)(value, operand, factor)
 
 
+def to_operand_by_row(dsl: Dsl, value: Any, operand: Any, top: Any, factor: Any, inverse: Any) -> Any:
+    """As `to_operand`, with a factor[i] for each row: for a left operand, whose rows are the product's.
+
+    `operand` may be a register tile; `top`, `factor` and `inverse` are register tiles of a number a row. A row lies in
+    one warp, so that no barrier is needed to find its largest value.
+    """
+    T = dsl.T
+    rows, cols = value.shape
+
+    @T.macro
+    def scaled(value, operand, top, factor, inverse):  # type: ignore[no-untyped-def]
+        T.reduce_absmax(value, top, dim=1)
+        for i in dsl.parallel(rows):
+            top[i] = T.reinterpret(T.reinterpret(T.max(T.min(top[i], 1e38), 16384.0), "int32") & 0x7F800000, "float32")
+        for i in dsl.parallel(rows):
+            factor[i] = top[i] * (1.0 / 16384.0)
+            inverse[i] = T.reinterpret(0x7F000000 - T.reinterpret(top[i], "int32"), "float32") * 16384.0
+        for i, j in dsl.parallel(rows, cols):
+            operand[i, j] = value[i, j] * inverse[i]
+
+    @T.macro
+    def cast(value, operand, factor):  # type: ignore[no-untyped-def]
+        for i in dsl.parallel(rows):
+            factor[i] = 1.0
+        T.copy(value, operand)
+
+    if operand.dtype == "float16":
+        return scaled(value, operand, top, factor, inverse)
+    return cast(value, operand, factor)
+
+
 def sum_parts(dsl: Dsl, parts: Any, row: Any, total: Any, part: Any, splits: Size) -> Any:
     """total = Σ_s parts[s, row:, :] in the order of s; `part` is a register tile like `total`.
 

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from kernels.common import backends
 from kernels.common.errors import UnsupportedCase
+from kernels.common.plans import planned
 
 ALIGNMENT = 16
 Kernel = Callable[..., Any]
@@ -87,6 +88,12 @@ class Dsl:
     def shared(self, shape: tuple[int, ...], dtype: str) -> Any:
         """A tile that every thread of a block sees: shared memory, or an array on the CPU."""
         return self.T.alloc_local(shape, dtype) if self.cpu else self.T.alloc_shared(shape, dtype)
+
+    def swizzle(self, tile: Any) -> Any:
+        """Lays a shared tile out on CUDA so that what is written by columns and read by rows meets no bank twice."""
+        from tilelang.layout import make_swizzled_layout
+
+        return self.T.annotate_layout({tile: make_swizzled_layout(tile)})
 
     def fragment(self, shape: tuple[int, ...], dtype: str = "float32") -> Any:
         """A tile in registers, spread over the block's threads, or an array on the CPU."""
@@ -245,9 +252,7 @@ def compiled(factory: Callable[..., Any], target: Target, **constants: Any) -> A
 
 def _entry(kernel: Any, target: Target) -> Kernel:
     """The callable with the least host work: on CUDA the compiled host function itself, without its Python adapter."""
-    if target.cpu:
-        return kernel
-    return kernel.adapter.get_exportable_executable()["main"]
+    return planned(kernel if target.cpu else kernel.adapter.get_exportable_executable()["main"])
 
 
 def ready(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common.backends import allow_tf32
+from kernels.common.plans import planned
 from kernels.common.views import cdiv
 
 
@@ -28,6 +29,23 @@ def to_operand(value, dtype: tl.constexpr):
         return value.to(dtype), 1.0
 
 
+@triton.jit
+def to_operand_by_row(value, dtype: tl.constexpr):
+    """As `to_operand`, with a factor for each row, [rows, 1]: for a left operand, whose rows are the product's.
+
+    A row lies in one warp, so that no barrier is needed to find its largest value.
+    """
+    if dtype == tl.float16:
+        top = tl.minimum(tl.max(tl.abs(value), axis=1, keep_dims=True), 1e38)
+        exponent = tl.where(top > 16384.0, top, 16384.0).to(tl.int32, bitcast=True) & 0x7F800000
+        inverse = (0x7F000000 - exponent).to(tl.float32, bitcast=True) * 16384.0
+        factor = exponent.to(tl.float32, bitcast=True) * (1.0 / 16384.0)
+        return (value * inverse).to(dtype), factor
+    else:
+        return value.to(dtype), 1.0
+
+
+@planned
 @triton.jit
 def _reduce_kernel(
     a_parts, a_out, a_rows, a_cols, a_scale, b_parts, b_out, b_rows, b_cols, b_scale, a_programs,

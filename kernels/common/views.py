@@ -22,3 +22,10 @@ def cdiv(a: int, b: int) -> int:
 def sm_count(device: torch.device) -> int:
     """Streaming multiprocessors of a device; on the CPU a stand-in that keeps launch shapes small."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that a block can have on a device: all of an SM's but a kilobyte; on the CPU a stand-in, an H200's."""
+    if device.type != "cuda":
+        return 227 * 1024
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 1024

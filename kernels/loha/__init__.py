@@ -15,12 +15,28 @@ from kernels.loha.pairs import saved_specs
 from kernels.loha.reference import bypass_reference, merge_reference
 
 _FACTORS = ("up1", "down1", "up2", "down2")
+
+
+def _check_merge(up1: Tensor, down1: Tensor, up2: Tensor, down2: Tensor, op: str = "loha") -> None:
+    check_shape(op, "up1", check_tensor(op, "up1", up1), ("O", "R"))
+    rank = up1.shape[1]
+    check_shape(op, "down1", check_tensor(op, "down1", down1), (rank, "I"))
+    check_shape(op, "up2", check_tensor(op, "up2", up2), (up1.shape[0], rank))
+    check_shape(op, "down2", check_tensor(op, "down2", down2), (rank, down1.shape[1]))
+
+
+def _check_bypass(x: Tensor, up1: Tensor, down1: Tensor, up2: Tensor, down2: Tensor) -> None:
+    _check_merge(up1, down1, up2, down2, "loha_bypass")
+    check_last("loha_bypass", "x", check_tensor("loha_bypass", "x", x), "I", down1.shape[1])
+
+
 _MERGE = FusedOp(
     "loha",
     package="kernels.loha",
     stem="merge",
     args=_FACTORS,
     scalars=("scale",),
+    check=_check_merge,
     eager=merge_reference,
     out_shape=lambda up1, down1, up2, down2: (up1.shape[0], down1.shape[1]),
 )
@@ -30,18 +46,11 @@ _BYPASS = FusedOp(
     stem="bypass",
     args=("x", *_FACTORS),
     scalars=("scale",),
+    check=_check_bypass,
     eager=bypass_reference,
     out_shape=lambda x, up1, down1, up2, down2: (*x.shape[:-1], up1.shape[0]),
     saved=saved_specs,
 )
-
-
-def _check_factors(op: str, up1: Tensor, down1: Tensor, up2: Tensor, down2: Tensor) -> None:
-    check_shape(op, "up1", check_tensor(op, "up1", up1), ("O", "R"))
-    rank = up1.shape[1]
-    check_shape(op, "down1", check_tensor(op, "down1", down1), (rank, "I"))
-    check_shape(op, "up2", check_tensor(op, "up2", up2), (up1.shape[0], rank))
-    check_shape(op, "down2", check_tensor(op, "down2", down2), (rank, down1.shape[1]))
 
 
 def merge(
@@ -72,7 +81,6 @@ def merge(
         ValueError: a wrong shape, device or backend name; TypeError: a wrong type or dtype, or float16 with bfloat16.
         UnsupportedCase: the backend cannot run this here; the message says why.
     """
-    _check_factors("loha", up1, down1, up2, down2)
     return _MERGE((up1, down1, up2, down2), (float(scale),), base=base, backend=backend)
 
 
@@ -103,6 +111,4 @@ def bypass(
     Raises:
         As `merge`.
     """
-    _check_factors("loha_bypass", up1, down1, up2, down2)
-    check_last("loha_bypass", "x", check_tensor("loha_bypass", "x", x), "I", down1.shape[1])
     return _BYPASS((x, up1, down1, up2, down2), (float(scale),), base=base, backend=backend)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.common.plans import planned
 from kernels.common.triton_ops import precision, to_operand
 from kernels.common.views import cdiv, rows, sm_count
 from kernels.loha.grads import new_grads
@@ -47,6 +48,7 @@ class MergeBackward:
     num_stages: int
 
 
+@planned
 @triton.jit
 def _merge_kernel(
     up1, down1, up2, down2, base, out, n_o, n_i, n_r, span, scale,
@@ -119,6 +121,7 @@ def _token_tile(
     return acc
 
 
+@planned
 @triton.jit
 def _factor_backward_kernel(
     g, x, up1, down1, up2, down2, up_parts, down_parts, n_t, n_o, n_i, n_r, span, stride_g, stride_xt,

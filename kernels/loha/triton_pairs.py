@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.common.plans import planned
+
 
 @triton.jit
 def _power_of_two(top, LOG: tl.constexpr):
@@ -71,6 +73,7 @@ def _expand_tile(
         tl.store(factors + offs_p, tl.reshape(factor1[:, None] * factor2[None, :], (RANK * RANK,)))
 
 
+@planned
 @triton.jit
 def expand_kernel(
     down1, down2, up1, up2, d, u, factors, n_i, n_o, n_r, programs,
@@ -90,6 +93,7 @@ def expand_kernel(
         )  # fmt: skip
 
 
+@planned
 @triton.jit
 def project_kernel(
     a, pairs, factors, parts, tops, n_t, n_n, n_p, span, stride_at,
@@ -121,6 +125,7 @@ def project_kernel(
     tl.store(parts + at, acc, mask=mask_t[:, None])
 
 
+@planned
 @triton.jit
 def combine_kernel(
     parts, tops, high, low, factor, splits, tiles, size,
@@ -151,6 +156,7 @@ def combine_kernel(
         tl.store(factor, scale)
 
 
+@planned
 @triton.jit
 def apply_kernel(
     high, low, factor, pairs, base, out, n_t, n_n, n_p, scale, stride_bt,
@@ -219,6 +225,7 @@ def _contract_tile(
         tl.store(at, tl.sum(grad * value1[:, :, None], axis=1), mask=mask)
 
 
+@planned
 @triton.jit
 def contract_kernel(
     g, z, z_factor, x, h, h_factor, factors, up1, up2, down1, down2, up_parts, down_parts,

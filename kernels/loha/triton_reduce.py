@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.common.plans import planned
 from kernels.common.triton_ops import _sum_splits
 from kernels.common.views import cdiv
 from kernels.loha.grads import Grads
@@ -23,6 +24,7 @@ def _reduce(pid, parts, first, second, n_first, size, scale, SPLITS: tl.constexp
         tl.store(second + (offs - n_first), total.to(second.dtype.element_ty), mask=mask)
 
 
+@planned
 @triton.jit
 def _reduce_kernel(
     a_parts, a_first, a_second, n_a_first, a_size, b_parts, b_first, b_second, n_b_first, b_size, a_programs, scale,

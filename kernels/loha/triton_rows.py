@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.common.plans import planned
 from kernels.common.triton_ops import precision, to_operand
 from kernels.common.views import cdiv
 from kernels.loha.grads import Grads, new_grads
@@ -76,6 +77,7 @@ def _row_sums(
         tl.store(out2 + at, (acc2 * scale).to(out2.dtype.element_ty), mask=mask)
 
 
+@planned
 @triton.jit
 def _rows_kernel(
     g, up1, down1, up2, down2, out_up1, out_down1, out_up2, out_down2, n_o, n_i, n_r, span, up_programs,

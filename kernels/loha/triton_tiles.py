@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.common.plans import planned
 from kernels.common.triton_ops import precision, to_operand
 from kernels.common.views import cdiv, sm_count
 from kernels.loha.triton_loads import load_down, load_up, rank_block
@@ -32,6 +33,7 @@ class Tiles:
     num_stages: int
 
 
+@planned
 @triton.jit
 def _tiles_kernel(
     a, left1, right1, left2, right2, base, out, n_t, n_n, n_k, n_r, span, scale, stride_at,
@@ -70,6 +72,7 @@ def _tiles_kernel(
     tl.store(out + at, value.to(out.dtype.element_ty), mask=mask)
 
 
+@planned
 @triton.jit
 def _sum_kernel(
     parts, base, out, splits, n_t, n_n, stride_bt, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BASE: tl.constexpr

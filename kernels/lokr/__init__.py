@@ -41,6 +41,25 @@ def _bypass_eager(x: Tensor, w1: Tensor, w1_b: Tensor | None, w2: Tensor, w2_b: 
     return bypass_reference(x, _side(w1, w1_b), _side(w2, w2_b), scale)
 
 
+def _check_factor(op: str, name: str, wa: Tensor, wb: Tensor | None, axes: str) -> None:
+    if wb is None:
+        check_shape(op, name, check_tensor(op, name, wa), tuple(axes))
+        return
+    check_shape(op, f"{name}[0]", check_tensor(op, f"{name}[0]", wa), (axes[0], "R"))
+    check_shape(op, f"{name}[1]", check_tensor(op, f"{name}[1]", wb), (wa.shape[1], axes[1]))
+
+
+def _check_merge(w1: Tensor, w1_b: Tensor | None, w2: Tensor, w2_b: Tensor | None, op: str = "lokr") -> None:
+    _check_factor(op, "w1", w1, w1_b, "ab")
+    _check_factor(op, "w2", w2, w2_b, "cd")
+
+
+def _check_bypass(x: Tensor, w1: Tensor, w1_b: Tensor | None, w2: Tensor, w2_b: Tensor | None) -> None:
+    op = "lokr_bypass"
+    _check_merge(w1, w1_b, w2, w2_b, op)
+    check_last(op, "x", check_tensor(op, "x", x), "I", _rows_cols(w1, w1_b)[1] * _rows_cols(w2, w2_b)[1])
+
+
 _FACTORS, _OPTIONAL = ("w1", "w1_b", "w2", "w2_b"), ("w1_b", "w2_b")
 _MERGE = FusedOp(
     "lokr",
@@ -49,6 +68,7 @@ _MERGE = FusedOp(
     args=_FACTORS,
     optional=_OPTIONAL,
     scalars=("scale",),
+    check=_check_merge,
     eager=_merge_eager,
     out_shape=_merge_shape,
 )
@@ -59,6 +79,7 @@ _BYPASS = FusedOp(
     args=("x", *_FACTORS),
     optional=_OPTIONAL,
     scalars=("scale",),
+    check=_check_bypass,
     eager=_bypass_eager,
     out_shape=_bypass_shape,
 )
@@ -85,8 +106,7 @@ def merge(w1: Factor, w2: Factor, scale: float = 1.0, *, base: Tensor | None = N
         ValueError: a wrong shape, device or backend name; TypeError: a wrong type or dtype, or float16 with bfloat16.
         UnsupportedCase: the backend cannot run this here; the message says why.
     """
-    factors = (*_check_factor("lokr", "w1", w1, "ab"), *_check_factor("lokr", "w2", w2, "cd"))
-    return _MERGE(factors, (float(scale),), base=base, backend=backend)
+    return _MERGE((*_parts("w1", w1), *_parts("w2", w2)), (float(scale),), base=base, backend=backend)
 
 
 def bypass(
@@ -111,21 +131,14 @@ def bypass(
     Raises:
         As `merge`.
     """
-    op = "lokr_bypass"
-    factors = (*_check_factor(op, "w1", w1, "ab"), *_check_factor(op, "w2", w2, "cd"))
-    width = _rows_cols(*factors[:2])[1] * _rows_cols(*factors[2:])[1]
-    check_last(op, "x", check_tensor(op, "x", x), "I", width)
-    return _BYPASS((x, *factors), (float(scale),), base=base, backend=backend)
+    return _BYPASS((x, *_parts("w1", w1), *_parts("w2", w2)), (float(scale),), base=base, backend=backend)
 
 
-def _check_factor(op: str, name: str, value: Factor, axes: str) -> tuple[Tensor, Tensor | None]:
-    """(w, None) for a full factor, (wa, wb) for a pair; raises where the shapes don't fit."""
-    if isinstance(value, (tuple, list)):
-        if len(value) != 2:
-            raise ValueError(f"{op}: {name}: got {len(value)} tensors, wanted a tensor or a pair (wa, wb)")
-        wa, wb = (check_tensor(op, f"{name}[{k}]", part) for k, part in enumerate(value))
-        check_shape(op, f"{name}[0]", wa, (axes[0], "R"))
-        check_shape(op, f"{name}[1]", wb, (wa.shape[1], axes[1]))
-        return wa, wb
-    check_shape(op, name, check_tensor(op, name, value), tuple(axes))
-    return value, None
+def _parts(name: str, value: Factor) -> tuple[Tensor, Tensor | None]:
+    """(w, None) for a full factor, (wa, wb) for a pair."""
+    if not isinstance(value, (tuple, list)):
+        return value, None
+    if len(value) != 2 or value[1] is None:
+        got = f"{len(value)} tensors" if len(value) != 2 else "None in a pair"
+        raise ValueError(f"lokr: {name}: got {got}, wanted a tensor or a pair (wa, wb)")
+    return value[0], value[1]

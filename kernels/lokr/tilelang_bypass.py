@@ -1,13 +1,13 @@
 """LoKr's bypass in TileLang, by the same steps as in Triton; kernels.lokr.tilelang_tiled has the factors that don't fit on an SM.
 
-forward   Y = scale · w1 (X w2ᵀ) for each token, with X the token as [b, d] and Y as [a, c]
+forward   Y = scale · (w1 X) w2ᵀ for each token, with X the token as [b, d] and Y as [a, c]
 backward  P = w1ᵀ G,  grad_X = scale · P w2,  grad_w2 = scale · Σ_t Pᵀ X
           Z = X w2ᵀ,                          grad_w1 = scale · Σ_t G Zᵀ        X and G read once, then one reduction
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,8 +23,19 @@ Blocks = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
-class Bypass:
-    """Launch of a walk over tokens: `span` of them a block."""
+class Forward:
+    """Launch of the forward: at most `per_sm` blocks an SM walk over tokens; where none `walks`, a block makes one."""
+
+    per_sm: int
+    walks: bool = True
+    swizzled: bool = True
+    threads: int = 128
+    passes: tuple[str, ...] = ("disable_warp_specialized", "disable_tma_lower")
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Launch of the backward's walk over tokens: `span` of them a block."""
 
     span: int
     threads: int = 128
@@ -41,16 +52,40 @@ def resident_blocks(side1: Side, side2: Side, itemsize: int, target: Target) -> 
     return (a, b, c, d) if max(a * b, c * d, b * d, a * c, b * c) * itemsize <= 16384 else None
 
 
-def forward_config(tokens: int, sms: int) -> Bypass:
-    """The forward's launch: four blocks an SM."""
-    span = _span(tokens, 4 * sms)
-    return Bypass(span, 128, min(2, span))
+def _pair_elements(side: Side, rows: int, cols: int, target: Target) -> int:
+    """Elements of the tiles that a pair is multiplied out from."""
+    return side.block_r(target) * (rows + cols)
 
 
-def backward_config(tokens: int, sms: int) -> Bypass:
-    """The backward's launch: two blocks an SM."""
+def forward_config(
+    side1: Side, side2: Side, blocks: Blocks, itemsize: int, tokens: int, sms: int, target: Target
+) -> Forward | None:
+    """The forward's launch, or None where a block's shared memory can't hold its tiles."""
+    a, b, c, d = blocks
+    held = a * b + c * d + b * d + a * d + a * c
+    held += _pair_elements(side1, a, b, target) + _pair_elements(side2, c, d, target)
+    if not target.cpu and held * itemsize + 1024 > target.shared_bytes:
+        return None
+    return Forward(4 if tokens <= 8 * sms else 5, tokens > 4 * sms)
+
+
+def backward_config(
+    side1: Side, side2: Side, blocks: Blocks, itemsize: int, tokens: int, sms: int, target: Target
+) -> Backward | None:
+    """The backward's launch: two blocks an SM. None where a block's shared memory can't hold its tiles."""
+    a, b, c, d = blocks
     span = _span(tokens, 2 * sms)
-    return Bypass(span, 128, min(2, span))
+    held = a * b + c * d + 2 * b * c + b * d
+    held += _pair_elements(side1, a, b, target) + _pair_elements(side2, c, d, target)
+    return _fitting(Backward(span, 128, min(2, span)), held * itemsize, (a * c + b * d) * itemsize, target)
+
+
+def _fitting(config: Backward, held: int, stage: int, target: Target) -> Backward | None:
+    """`config` with as many stages of `stage` bytes as fit beside the `held` ones, or None where not even one does."""
+    if target.cpu:
+        return config
+    stages = min(config.stages, (target.shared_bytes - held - 1024) // stage)
+    return replace(config, stages=stages) if stages > 0 else None
 
 
 def _span(tokens: int, blocks: int) -> int:
@@ -71,7 +106,7 @@ def bypass_forward(
     base: Tensor | None,
     out_dtype: torch.dtype,
     needs: tuple[bool, ...],
-    config: Bypass | None = None,
+    config: Forward | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """y[..., a·c]; saves nothing."""
     side1, side2, target = _sides(x, w1, w1_b, w2, w2_b)
@@ -80,7 +115,9 @@ def bypass_forward(
     y = out.view(-1, side1.rows, side2.rows)
     bias = None if base is None else ready(rows(base.float() if target.cpu else base)).view(y.shape)
     blocks = resident_blocks(side1, side2, x.itemsize, target)
-    if blocks is None:
+    if blocks is not None and config is None:
+        config = forward_config(side1, side2, blocks, x.itemsize, len(flat), sm_count(x.device), target)
+    if blocks is None or config is None:
         tilelang_tiled.apply(flat, side1, side2, scale, bias, y)
         return out, ()
     run = build(
@@ -91,9 +128,10 @@ def bypass_forward(
         dtype=dtype_name(x.dtype),
         out_dtype=dtype_name(out_dtype),
         base_dtype=None if bias is None else dtype_name(bias.dtype),
-        config=config or forward_config(flat.shape[0], sm_count(x.device)),
+        config=config,
     )
-    run(flat, side1.wa, side1.wb, side2.wa, side2.wb, bias, y, scale)
+    programs = min(len(flat), config.per_sm * sm_count(x.device)) if config.walks else len(flat)
+    run(flat, side1.wa, side1.wb, side2.wa, side2.wb, bias, y, scale, programs)
     return out, ()
 
 
@@ -108,7 +146,7 @@ def bypass_backward(
     *,
     saved: tuple[Tensor, ...],
     needs: tuple[bool, ...],
-    config: Bypass | None = None,
+    config: Backward | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of (x, w1, w1_b, w2, w2_b)."""
     side1, side2, target = _sides(x, w1, w1_b, w2, w2_b)
@@ -117,9 +155,10 @@ def bypass_backward(
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs[0] else None
     gx = None if grad_x is None else grad_x.view(flat.shape)
     blocks = resident_blocks(side1, side2, x.itemsize, target)
-    if blocks is None:
+    if blocks is not None and config is None:
+        config = backward_config(side1, side2, blocks, x.itemsize, len(flat), sm_count(x.device), target)
+    if blocks is None or config is None:
         return grad_x, *tilelang_tiled.gradients(g, flat, side1, side2, scale, needs, gx)
-    config = config or backward_config(flat.shape[0], sm_count(x.device))
     programs = cdiv(flat.shape[0], config.span)
     plan = GradPlan(scale)
     parts1, scale1 = plan.add(side1, programs, needs[1], needs[2])

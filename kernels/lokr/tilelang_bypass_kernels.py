@@ -7,7 +7,7 @@ tokens; past the last token it computes that one again and leaves the result.
 
 from typing import Any
 
-from kernels.common.tilelang_ops import to_operand
+from kernels.common.tilelang_ops import to_operand, to_operand_by_row
 from kernels.common.tilelang_target import Dsl, Size
 from kernels.lokr.tilelang_factors import factor_operand, side_shapes, unscaled
 
@@ -26,6 +26,8 @@ def forward(
     wa2_shape, wb2_shape = side_shapes(C, D, dsl.size("R2", R2), BLOCK_R2)
     tokens = T.dynamic("tokens")
 
+    in_registers = _rows_suit(dsl, BLOCK_A, config.threads, dtype)
+
     @T.prim_func
     def kernel(
         x: T.Tensor((tokens, B, D), dtype),
@@ -36,39 +38,52 @@ def forward(
         base: T.Tensor((tokens, A, C), base_dtype or out_dtype),
         out: T.Tensor((tokens, A, C), out_dtype),
         scale: T.float32,
+        programs: T.int32,
     ):
         T.annotate_pass_configs(dsl.passes(config.passes))
-        with T.Kernel(T.ceildiv(tokens, config.span), threads=config.threads) as pid:
+        with T.Kernel(programs, threads=config.threads) as pid:
             w1 = dsl.shared((BLOCK_A, BLOCK_B), dtype)
             w2 = dsl.shared((BLOCK_C, BLOCK_D), dtype)
             factors = dsl.shared((2,), "float32")
+            x_next = dsl.fragment((BLOCK_B, BLOCK_D), dtype)
             x_tile = dsl.shared((BLOCK_B, BLOCK_D), dtype)
-            z = dsl.fragment((BLOCK_B, BLOCK_C))
-            z_operand = dsl.shared((BLOCK_B, BLOCK_C), dtype)
-            z_factor = dsl.shared((1,), "float32")
+            u = dsl.fragment((BLOCK_A, BLOCK_D))
+            u_operand = (dsl.fragment if in_registers else dsl.shared)((BLOCK_A, BLOCK_D), dtype)
+            top, u_factor, inverse = (dsl.fragment((BLOCK_A,)) for _ in range(3))
             y = dsl.fragment((BLOCK_A, BLOCK_C))
             y_tile = dsl.shared((BLOCK_A, BLOCK_C), out_dtype)
+            if config.swizzled and not dsl.cpu:
+                dsl.swizzle(y_tile)
+            # Through registers and before the factors: all of a block's first loads are in flight at once.
+            T.copy(x[pid, 0, 0], x_next)
             factor_operand(dsl, wa1, wb1, BLOCK_R1, w1, factors, 0)
             factor_operand(dsl, wa2, wb2, BLOCK_R2, w2, factors, 1)
-            for step in dsl.pipelined(config.span, config.stages):
-                t = T.min(pid * config.span + step, tokens - 1)
-                T.copy(x[t, 0, 0], x_tile)
-                T.clear(z)
-                dsl.gemm(x_tile, w2, z, transpose_b=True)
-                to_operand(dsl, z, z_operand, z_factor)
+            for step in T.serial(T.ceildiv(tokens - pid, programs) if config.walks else 1):
+                t = pid + step * programs
+                T.copy(x_next, x_tile)
+                if config.walks:
+                    if t + programs < tokens:
+                        T.copy(x[t + programs, 0, 0], x_next)
+                T.clear(u)
+                dsl.gemm(w1, x_tile, u, tall=in_registers)
+                to_operand_by_row(dsl, u, u_operand, top, u_factor, inverse)
                 T.clear(y)
-                dsl.gemm(w1, z_operand, y)
+                dsl.gemm(u_operand, w2, y, transpose_b=True, tall=in_registers)
                 for i, j in dsl.parallel(BLOCK_A, BLOCK_C):
-                    y[i, j] *= unscaled(factors, BLOCK_R1, BLOCK_R2, scale * z_factor[0])
+                    y[i, j] *= unscaled(factors, BLOCK_R1, BLOCK_R2, scale * u_factor[i])
                 if base_dtype is not None:
                     for i, j in dsl.parallel(BLOCK_A, BLOCK_C):
                         if i < A and j < C:
                             y[i, j] += T.cast(base[t, i, j], "float32")
                 T.copy(y, y_tile)
-                if pid * config.span + step < tokens:
-                    T.copy(y_tile, out[t, 0, 0])
+                T.copy(y_tile, out[t, 0, 0])
 
     return kernel
+
+
+def _rows_suit(dsl: Dsl, rows: int, threads: int, dtype: str) -> bool:
+    """Whether a product of that many rows can take its left operand from registers: 16 rows a warp, no other way to share."""
+    return not dsl.cpu and dtype != "float32" and rows % (threads // 2) == 0
 
 
 def backward(

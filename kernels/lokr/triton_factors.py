@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.common.plans import planned
 from kernels.common.triton_ops import precision
 from kernels.common.views import cdiv
 
@@ -172,6 +173,7 @@ def _finish_side(
             _pair_b(pid_b, parts, wa, out_b, splits, scale, LAYOUT, BLOCK_M, BLOCK_N, BLOCK_S, BLOCK_R, PRECISION)
 
 
+@planned
 @triton.jit
 def _finish_kernel(
     parts1, wa1, wb1, out1_a, out1_b, splits1, a_programs1, programs1,

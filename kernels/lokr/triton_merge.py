@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.common.plans import planned
 from kernels.common.triton_ops import precision
 from kernels.common.views import cdiv, rows, sm_count
 from kernels.lokr.triton_factors import Finish, GradPlan, Layout, factor_tile, side
@@ -47,6 +48,7 @@ class MergeGrad:
     num_stages: int
 
 
+@planned
 @triton.jit
 def _merge_kernel(
     wa1, wb1, wa2, wb2, base, out, scale,
@@ -93,6 +95,7 @@ def _merge_kernel(
     tl.store(at, value.to(out.dtype.element_ty), mask=mask)
 
 
+@planned
 @triton.jit
 def _merge_grad_kernel(
     g, wa1, wb1, wa2, wb2, parts1, parts2, scale1, scale2,

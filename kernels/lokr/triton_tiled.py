@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.common.plans import planned
 from kernels.common.triton_ops import precision, to_operand
 from kernels.common.views import cdiv, sm_count
 from kernels.lokr.triton_factors import Finish, GradPlan, Layout, Side, factor_tile
@@ -49,6 +50,7 @@ def _operand(
         return to_operand(tile, dtype)
 
 
+@planned
 @triton.jit
 def _apply_kernel(
     x, wa1, wb1, wa2, wb2, base, out, n_t, scale,
@@ -101,6 +103,7 @@ def _apply_kernel(
     tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
 
 
+@planned
 @triton.jit
 def _gradient_kernel(
     g, x, wa1, wb1, parts, n_t, span, scale,

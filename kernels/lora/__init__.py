@@ -20,12 +20,23 @@ def _bypass_saved(needs: tuple[bool, ...], x: Tensor, up: Tensor, down: Tensor) 
     return (((prod(x.shape[:-1]), down.shape[0]), torch.float32),) if needs[1] else ()
 
 
+def _check_merge(up: Tensor, down: Tensor, op: str = "lora") -> None:
+    check_shape(op, "up", check_tensor(op, "up", up), ("O", "R"))
+    check_shape(op, "down", check_tensor(op, "down", down), (up.shape[1], "I"))
+
+
+def _check_bypass(x: Tensor, up: Tensor, down: Tensor) -> None:
+    _check_merge(up, down, "lora_bypass")
+    check_last("lora_bypass", "x", check_tensor("lora_bypass", "x", x), "I", down.shape[1])
+
+
 _MERGE = FusedOp(
     "lora",
     package="kernels.lora",
     stem="merge",
     args=("up", "down"),
     scalars=("scale",),
+    check=_check_merge,
     eager=merge_reference,
     out_shape=lambda up, down: (up.shape[0], down.shape[1]),
 )
@@ -35,6 +46,7 @@ _BYPASS = FusedOp(
     stem="bypass",
     args=("x", "up", "down"),
     scalars=("scale",),
+    check=_check_bypass,
     eager=bypass_reference,
     out_shape=lambda x, up, down: (*x.shape[:-1], up.shape[0]),
     saved=_bypass_saved,
@@ -59,8 +71,6 @@ def merge(up: Tensor, down: Tensor, scale: float = 1.0, *, base: Tensor | None =
         ValueError: a wrong shape, device or backend name; TypeError: a wrong type or dtype, or float16 with bfloat16.
         UnsupportedCase: the backend cannot run this here; the message says why.
     """
-    check_shape("lora", "up", check_tensor("lora", "up", up), ("O", "R"))
-    check_shape("lora", "down", check_tensor("lora", "down", down), (up.shape[1], "I"))
     return _MERGE((up, down), (float(scale),), base=base, backend=backend)
 
 
@@ -83,7 +93,4 @@ def bypass(
     Raises:
         As `merge`.
     """
-    check_shape("lora_bypass", "up", check_tensor("lora_bypass", "up", up), ("O", "R"))
-    check_shape("lora_bypass", "down", check_tensor("lora_bypass", "down", down), (up.shape[1], "I"))
-    check_last("lora_bypass", "x", check_tensor("lora_bypass", "x", x), "I", down.shape[1])
     return _BYPASS((x, up, down), (float(scale),), base=base, backend=backend)

@@ -26,7 +26,7 @@ APART_FROM = 512
 class DownBackward:
     """Launch of grad_x and grad_down: tiles of `block_x` × `block_i` of grad_x, and strips of `span` rows of x.
 
-    A strip's block holds h for its whole span, which bounds span × rank.
+    A strip's block holds h for its whole span, which bounds span × rank; `span` is a multiple of `block_x`.
     """
 
     block_x: int
@@ -40,13 +40,12 @@ class DownBackward:
 
 
 def down_backward_kernel(
-    dsl: Dsl, *, I: Size, R: Size, SPLITS: Size, BLOCK_R: int, dtype: str, need_x: bool, need_down: bool,
+    dsl: Dsl, *, I: Size, R: Size, SPLITS: Size, BLOCK_R: int, dtype: str, parts_dtype: str, need_x: bool, need_down: bool,
     config: DownBackward,
 ) -> Any:  # fmt: skip
-    """grad_x = scale · h @ down and down_parts[t, R, I] = h[t]ᵀ @ x[t], with h = Σ_s h_parts[s], x read once.
+    """grad_x = scale · h @ down, down_parts[t, R, I] = down_scale · h[t]ᵀ @ x[t], with h = Σ_s h_parts[s], x read once.
 
-    After every `ratio` blocks that write a tile of grad_x comes one that reads a strip of x: the memory does both at
-    once.
+    After the blocks that write a span's tiles of grad_x comes one that reads its strip of x: the memory does both at once.
     """
     T = dsl.T
     tokens, I, R = T.dynamic("tokens"), dsl.size("I", I), dsl.size("R", R)
@@ -54,8 +53,7 @@ def down_backward_kernel(
     BLOCK_X, BLOCK_T, BLOCK_I, SPAN = config.block_x, config.block_t, config.block_i, config.span
 
     @T.macro
-    def tile_of_x(h_parts, down, grad_x, tile, scale):
-        row, col = tile // T.ceildiv(I, BLOCK_I) * BLOCK_X, tile % T.ceildiv(I, BLOCK_I) * BLOCK_I
+    def tile_of_x(h_parts, down, grad_x, row, col, scale):
         value = dsl.fragment((BLOCK_X, BLOCK_R))
         part = dsl.fragment((BLOCK_X, BLOCK_R))
         operand = dsl.shared((BLOCK_X, BLOCK_R), dtype)
@@ -72,8 +70,7 @@ def down_backward_kernel(
         store_tile(dsl, acc, None, grad_x, row, col, config.staged)
 
     @T.macro
-    def strip_of_down(h_parts, x, down_parts, strip):
-        pid_t, col = strip // T.ceildiv(I, BLOCK_I), strip % T.ceildiv(I, BLOCK_I) * BLOCK_I
+    def strip_of_down(h_parts, x, down_parts, pid_t, col, down_scale):
         span_value = dsl.fragment((SPAN, BLOCK_R))
         span_part = dsl.fragment((SPAN, BLOCK_R))
         span_operand = dsl.shared((SPAN, BLOCK_R), dtype)
@@ -89,7 +86,7 @@ def down_backward_kernel(
             dsl.gemm(x_tile, span_operand[first : first + BLOCK_T, :], down_acc, transpose_a=True, tall=True)
         for i, r in dsl.parallel(BLOCK_I, BLOCK_R):
             if r < R and col + i < I:
-                down_parts[pid_t, r, col + i] = down_acc[i, r] * span_factor[0]
+                down_parts[pid_t, r, col + i] = down_acc[i, r] * (span_factor[0] * down_scale)
 
     @T.prim_func
     def kernel(
@@ -97,26 +94,26 @@ def down_backward_kernel(
         x: T.Tensor((tokens, I), dtype),
         down: T.Tensor((R, I), dtype),
         grad_x: T.Tensor((tokens, I), dtype),
-        down_parts: T.Tensor((spans, R, I), "float32"),
+        down_parts: T.Tensor((spans, R, I), parts_dtype),
         scale: T.float32,
-        groups: T.int32,
-        ratio: T.int32,
+        down_scale: T.float32,
     ):
         T.annotate_pass_configs(dsl.passes(config.passes))
+        strips = T.ceildiv(I, BLOCK_I)
         if need_x and need_down:
-            with T.Kernel(groups * (ratio + 1), threads=config.threads) as pid:
-                if pid % (ratio + 1) < ratio:
-                    tile = pid // (ratio + 1) * ratio + pid % (ratio + 1)
-                    if tile < T.ceildiv(tokens, BLOCK_X) * T.ceildiv(I, BLOCK_I):
-                        tile_of_x(h_parts, down, grad_x, tile, scale)
-                elif pid // (ratio + 1) < T.ceildiv(tokens, SPAN) * T.ceildiv(I, BLOCK_I):
-                    strip_of_down(h_parts, x, down_parts, pid // (ratio + 1))
+            grid = (SPAN // BLOCK_X + 1, strips, T.ceildiv(tokens, SPAN))
+            with T.Kernel(*grid, threads=config.threads) as (place, pid_i, pid_t):
+                if place < SPAN // BLOCK_X:
+                    if pid_t * SPAN + place * BLOCK_X < tokens:
+                        tile_of_x(h_parts, down, grad_x, pid_t * SPAN + place * BLOCK_X, pid_i * BLOCK_I, scale)
+                else:
+                    strip_of_down(h_parts, x, down_parts, pid_t, pid_i * BLOCK_I, down_scale)
         elif need_x:
-            with T.Kernel(T.ceildiv(tokens, BLOCK_X) * T.ceildiv(I, BLOCK_I), threads=config.threads) as pid:
-                tile_of_x(h_parts, down, grad_x, pid, scale)
+            with T.Kernel(T.ceildiv(tokens, BLOCK_X) * strips, threads=config.threads) as pid:
+                tile_of_x(h_parts, down, grad_x, pid // strips * BLOCK_X, pid % strips * BLOCK_I, scale)
         else:
-            with T.Kernel(T.ceildiv(tokens, SPAN) * T.ceildiv(I, BLOCK_I), threads=config.threads) as pid:
-                strip_of_down(h_parts, x, down_parts, pid)
+            with T.Kernel(T.ceildiv(tokens, SPAN) * strips, threads=config.threads) as pid:
+                strip_of_down(h_parts, x, down_parts, pid // strips, pid % strips * BLOCK_I, down_scale)
 
     return kernel
 
@@ -131,6 +128,10 @@ def bypass_backward_config(
     if dtype is torch.float32 or n_r > 16:
         span = max(1, 64 * 128 // (32 * rank_block("lora_bypass", n_r, target))) * 32
         return up, DownBackward(32, 32, 64, min(span, up.span), 128, 2, dtype is not torch.float32)
+    if n_t <= 128:
+        span = cdiv(n_t, 32) * 32
+        rows = 128 if n_t > 64 else 64
+        return Dual(rows, 128, rows, stages=1), DownBackward(32, 32, 128, span, stages=min(3, span // 32))
     if n_t <= 256:
         return Dual(32, 128, 32, stages=1), DownBackward(32, 32, 128, 32, stages=1)
     if n_t <= 2048:
@@ -157,41 +158,47 @@ def bypass_backward(
     up_launch, down_launch = config or bypass_backward_config(n_t, n_o, n_i, n_r, x.dtype, target, sm_count(x.device))
     # Without up's gradient nothing reads `left`; `up` stands in for the z that was not saved.
     left = ready(saved[0]) if need_up else up
-    h_parts, up_parts = dual(
-        "lora_bypass", g, up, left, (need_x or need_down, need_up), merging=False, config=up_launch
-    )
-    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_x else None
+    grad_x = None
     grad_up = torch.empty(up.shape, dtype=up.dtype, device=up.device) if need_up else None
     grad_down = torch.empty(down.shape, dtype=down.dtype, device=down.device) if need_down else None
-    down_parts = None
+    h_parts, up_parts = dual(
+        "lora_bypass", g, up, left, (need_x or need_down, need_up),
+        merging=False, config=up_launch, whole=grad_up, scale=scale,
+    )  # fmt: skip
+    if h_parts is None:
+        reduce_partials((up_parts,), (grad_up,), scale)
+        return None, grad_up, None
     apart = n_t >= APART_FROM
-    if h_parts is not None and len(h_parts) > 1 and apart:
+    if len(h_parts) > 1 and apart:
         h = h_parts.new_empty((1, n_t, n_r))
         reduce_partials((h_parts, up_parts), (h, grad_up), (1.0, scale))
         h_parts, up_parts = h, None
-    if h_parts is not None:
-        strips, spans = cdiv(n_i, down_launch.block_i), cdiv(n_t, down_launch.span)
-        down_parts = x.new_empty((spans, n_r, n_i), dtype=torch.float32) if need_down else None
-        tiles = cdiv(n_t, down_launch.block_x) * strips
-        ratio = cdiv(tiles, spans * strips)
-        groups = max(cdiv(tiles, ratio), spans * strips)
-        flat_grad = None if grad_x is None else grad_x.view(n_t, n_i)
-        for with_x, with_down in ((need_x, False), (False, need_down)) if apart else ((need_x, need_down),):
-            if not with_x and not with_down:
-                continue
+    spans = cdiv(n_t, down_launch.span)
+    down_parts = x.new_empty((spans, n_r, n_i), dtype=torch.float32) if need_down and spans > 1 else None
+    written = down_parts if spans > 1 or grad_down is None else grad_down.view(1, n_r, n_i)
+    # grad_x last where it is apart, so that no partials are held beside it.
+    for with_x, with_down in ((False, need_down), (need_x, False)) if apart else ((need_x, need_down),):
+        if with_x:
+            grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if with_x or with_down:
             run = build(
                 down_backward_kernel,
                 target,
                 **sizes(target, I=n_i, R=n_r, SPLITS=len(h_parts)),
                 BLOCK_R=rank_block("lora_bypass", n_r, target),
                 dtype=dtype_name(x.dtype),
+                parts_dtype="float32" if written is None or not with_down else dtype_name(written.dtype),
                 need_x=with_x,
                 need_down=with_down,
                 config=down_launch,
             )
             run(
-                h_parts, flat if with_down else None, down if with_x else None, flat_grad if with_x else None,
-                down_parts if with_down else None, scale, groups, ratio,
+                h_parts, flat if with_down else None, down if with_x else None,
+                None if grad_x is None else grad_x.view(n_t, n_i), written if with_down else None,
+                scale, scale if spans == 1 else 1.0,
             )  # fmt: skip
-    reduce_partials((up_parts, down_parts), (grad_up, grad_down), scale)
+        if with_down or not apart:
+            reduce_partials((up_parts, down_parts), (grad_up, grad_down), scale)
+            up_parts = down_parts = written = None
+    reduce_partials((up_parts,), (grad_up,), scale)
     return grad_x, grad_up, grad_down

@@ -36,10 +36,10 @@ class Dual:
 
 
 def dual_kernel(
-    dsl: Dsl, *, M: Size, N: Size, R: Size, BLOCK_R: int, dtype: str, left_dtype: str,
+    dsl: Dsl, *, M: Size, N: Size, R: Size, BLOCK_R: int, dtype: str, left_dtype: str, parts_dtype: str,
     need_right: bool, need_left: bool, by_rank: bool, config: Dual,
 ) -> Any:  # fmt: skip
-    """right_parts[n, M, R] = G[:, n] @ right[n] and left_parts[m] = left[m]ᵀ @ G[m], with G[M, N] read once.
+    """right_parts[n, M, R] = G[:, n] @ right[n] and left_parts[m] = scale · left[m]ᵀ @ G[m], with G[M, N] read once.
 
     `by_rank`: right is [R, N] and a left partial [R, N], else both are [N, R]. A left wider than G (float32 beside 16
     bits) is brought to G's dtype for the whole span at once, under one factor.
@@ -49,6 +49,8 @@ def dual_kernel(
     strips, spans = T.dynamic("strips"), T.dynamic("spans")
     BLOCK_M, BLOCK_N, SPAN = config.block_m, config.block_n, config.span
     cast = left_dtype != dtype
+    # A warp takes at least 16 rows of a product, so that many warps share out the columns of a few rows.
+    tall = BLOCK_M * 2 >= config.threads
 
     @T.prim_func
     def kernel(
@@ -56,7 +58,8 @@ def dual_kernel(
         right: T.Tensor((R, N) if by_rank else (N, R), dtype),
         left: T.Tensor((M, R), left_dtype),
         right_parts: T.Tensor((strips, M, R), "float32"),
-        left_parts: T.Tensor((spans, R, N) if by_rank else (spans, N, R), "float32"),
+        left_parts: T.Tensor((spans, R, N) if by_rank else (spans, N, R), parts_dtype),
+        scale: T.float32,
     ):
         T.annotate_pass_configs(dsl.passes(config.passes))
         with T.Kernel(T.ceildiv(N, BLOCK_N), T.ceildiv(M, SPAN), threads=config.threads) as (pid_n, pid_m):
@@ -84,15 +87,14 @@ def dual_kernel(
                     T.copy(left[m, 0], left_tile)
                 if need_right:
                     T.clear(right_acc)
-                    dsl.gemm(tile, right_tile, right_acc, transpose_b=by_rank, tall=True)
+                    dsl.gemm(tile, right_tile, right_acc, transpose_b=by_rank, tall=tall)
                     T.copy(right_acc, right_parts[pid_n, m, 0])
                 if need_left:
                     first = step * BLOCK_M if cast else 0
                     dsl.gemm(tile, left_tile[first : first + BLOCK_M, :], left_acc, transpose_a=True, tall=True)
             if need_left:
                 for n, r in dsl.parallel(BLOCK_N, BLOCK_R):
-                    if cast:
-                        left_acc[n, r] *= factor[0]
+                    left_acc[n, r] *= factor[0] * scale if cast else scale
                     if by_rank and r < R and pid_n * BLOCK_N + n < N:
                         left_parts[pid_m, r, pid_n * BLOCK_N + n] = left_acc[n, r]
                 if not by_rank:
@@ -118,9 +120,12 @@ def dual_config(
         block_m, block_n, waves = 64, 64, 1
     elif n_m * n_n <= 1 << 23 and n_n < 4096:
         block_m, block_n, waves = 64, 128, 2 if rank <= 16 else 1
+    elif rank <= 16:
+        block_m, block_n, waves = 64, 256, 2
     else:
-        block_m, block_n, waves = 64, 256 if rank <= 16 else 128, 2
-    if target.arch != "sm_90a" and block_n > 128:
+        # Wide strips, since each writes its own G @ right in float32 (12288×3072, rank 64: 39.8 µs, with half as wide 43.0).
+        block_m, block_n, waves, threads = (64, 512, 1, 256) if target.shared_bytes > 1 << 17 else (32, 128, 1, 128)
+    if target.arch != "sm_90a" and block_n == 256:
         block_m = 32
     steps = cdiv(cdiv(n_m, max(1, waves * sms // cdiv(n_n, block_n))), block_m)
     # Three leading bits, so that a few builds serve every number of rows.
@@ -135,12 +140,22 @@ def dual_config(
 
 
 def dual(
-    op: str, g: Tensor, right: Tensor, left: Tensor, needs: tuple[bool, ...], *, merging: bool, config: Dual | None
+    op: str,
+    g: Tensor,
+    right: Tensor,
+    left: Tensor,
+    needs: tuple[bool, ...],
+    *,
+    merging: bool,
+    config: Dual | None,
+    whole: Tensor | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Float32 partials over G[M, N] of G @ right as [S, M, R] and of leftᵀ @ G, for `needs` = (right's, left's).
 
     left is [M, R]. `merging`: right is [R, N], the second partials are [S', R, N], and M is a constant of the kernel
-    as it is of a layer; else right is [N, R], they are [S', N, R], and M may change from call to call.
+    as it is of a layer; else right is [N, R], they are [S', N, R], and M may change from call to call. Where one span takes all
+    of M, scale times the second is written to `whole` instead, and is no partial.
     """
     (n_m, n_n), n_r = g.shape, left.shape[1]
     target = target_of(g)
@@ -149,7 +164,9 @@ def dual(
     strips, spans = cdiv(n_n, config.block_n), cdiv(n_m, config.span)
     left_shape = (spans, n_r, n_n) if merging else (spans, n_n, n_r)
     right_parts = g.new_empty((strips, n_m, n_r), dtype=torch.float32) if needs[0] else None
-    left_parts = g.new_empty(left_shape, dtype=torch.float32) if needs[1] else None
+    whole = whole if spans == 1 and needs[1] else None
+    left_parts = g.new_empty(left_shape, dtype=torch.float32) if needs[1] and whole is None else None
+    written = left_parts if whole is None else whole.view(left_shape)
     run = build(
         dual_kernel,
         target,
@@ -158,12 +175,14 @@ def dual(
         BLOCK_R=rank_block(op, n_r, target),
         dtype=dtype_name(g.dtype),
         left_dtype=dtype_name(left.dtype),
+        parts_dtype="float32" if written is None else dtype_name(written.dtype),
         need_right=needs[0],
         need_left=needs[1],
         by_rank=merging,
         config=config,
     )
-    run(g, right if needs[0] else None, left if needs[1] else None, right_parts, left_parts)
+    factor = 1.0 if whole is None else scale
+    run(g, right if needs[0] else None, left if needs[1] else None, right_parts, written, factor)
     return right_parts, left_parts
 
 

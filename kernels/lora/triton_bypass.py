@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.common.plans import planned
 from kernels.common.triton_ops import precision, reduce_partials, to_operand
 from kernels.common.views import cdiv, rows, sm_count
 from kernels.lora.triton_merge import Dual, dual, dual_config, rank_block, rows_product
@@ -56,6 +57,7 @@ class Bypass:
     fused: bool
 
 
+@planned
 @triton.jit
 def _down_kernel(
     x, down, parts, n_t, n_i, n_r, span, stride_xt, stride_dr, stride_di,
@@ -105,6 +107,7 @@ def _up_tile(
     tl.store(out + rows_t * n_o + offs_o[None, :], value.to(out.dtype.element_ty), mask=mask)
 
 
+@planned
 @triton.jit
 def _up_kernel(
     parts, up, base, out, z, n_t, n_o, n_r, scale, stride_uo, stride_ur, stride_bt,
@@ -130,6 +133,7 @@ def _up_kernel(
     )  # fmt: skip
 
 
+@planned
 @triton.jit
 def _fused_kernel(
     x, down, up, base, out, z, n_t, n_i, n_o, n_r, scale,
@@ -156,13 +160,14 @@ def _fused_kernel(
         )  # fmt: skip
 
 
+@planned
 @triton.jit
 def _down_backward_kernel(
-    h_parts, x, down, grad_x, down_parts, n_t, n_i, n_r, span, scale, stride_xt, stride_dr, stride_di,
+    h_parts, x, down, grad_x, down_parts, n_t, n_i, n_r, span, scale, down_scale, stride_xt, stride_dr, stride_di,
     SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
     NEED_X: tl.constexpr, NEED_DOWN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """grad_x = scale · h @ down and down_parts[t, R, I] = h[t]ᵀ @ x[t], with h = Σ_s h_parts[s] and x read once."""
+    """grad_x = scale · h @ down, down_parts[t, R, I] = down_scale · h[t]ᵀ @ x[t]; h = Σ_s h_parts[s], and x read once."""
     pid_i, pid_t = tl.program_id(0), tl.program_id(1)
     offs_i = pid_i * BLOCK_I + tl.arange(0, BLOCK_I)
     offs_r = tl.arange(0, BLOCK_R)
@@ -193,7 +198,9 @@ def _down_backward_kernel(
             acc += tl.dot(tl.trans(operand), tile, input_precision=PRECISION) * factor
     if NEED_DOWN:
         at = (pid_t * n_r + offs_r.to(tl.int64)[:, None]) * n_i + offs_i[None, :]
-        tl.store(down_parts + at, acc, mask=mask_r[:, None] & mask_i[None, :])
+        tl.store(
+            down_parts + at, (acc * down_scale).to(down_parts.dtype.element_ty), mask=mask_r[:, None] & mask_i[None, :]
+        )
 
 
 def bypass_config(n_t: int, n_i: int, n_o: int, n_r: int, dtype: torch.dtype, sms: int) -> Bypass:
@@ -217,6 +224,9 @@ def bypass_backward_config(n_t: int, n_i: int, n_o: int, n_r: int, dtype: torch.
     """The passes over G and over x: narrow strips for few tokens, `dual`'s own shapes for many."""
     if dtype is torch.float32 or n_r > 16:
         return dual_config(n_t, n_o, n_r, dtype, sms), dual_config(n_t, n_i, n_r, dtype, sms)
+    if n_t <= 128:
+        rows = max(16, triton.next_power_of_2(n_t))
+        return Dual(rows, 256, rows, 8, 1), Dual(rows, 128, rows, 8, 1)
     if n_t <= 256:
         return Dual(32, 128, 32, 4, 3), Dual(32, 128, 32, 4, 3)
     if n_t <= 2048:
@@ -286,32 +296,39 @@ def bypass_backward(
     block_r, dot, sms = rank_block("lora_bypass", n_r), precision(x.dtype), sm_count(x.device)
     up_launch, down_launch = config or bypass_backward_config(n_t, n_i, n_o, n_r, x.dtype, sms)
     need_h = need_x or need_down
-    # Without up's gradient nothing reads `left`; `up` stands in for the z that was not saved.
-    h_parts, up_parts = dual("lora_bypass", g, up, saved[0] if need_up else up, need_h, need_up, up_launch)
-    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_x else None
     grad_up = torch.empty(up.shape, dtype=up.dtype, device=up.device) if need_up else None
     grad_down = torch.empty(down.shape, dtype=down.dtype, device=down.device) if need_down else None
-    down_parts = None
+    # Without up's gradient nothing reads `left`; `up` stands in for the z that was not saved.
+    whole = None if grad_up is None else grad_up.T
+    left = saved[0] if need_up else up
+    h_parts, up_parts = dual("lora_bypass", g, up, left, need_h, need_up, up_launch, whole, scale)
+    down_parts = grad_x = None
     splits = 0 if h_parts is None else h_parts.shape[0]
     if h_parts is not None and (n_t >= APART_FROM or splits * block_r > MAX_SUMMED):
         if splits > 1:
             h = h_parts.new_empty((1, n_t, n_r))
             reduce_partials((h_parts, up_parts), (h, grad_up), (1.0, scale), (False, True))
             h_parts, up_parts = h, None
+        if need_down:
+            _, down_parts = dual("lora_bypass", flat, down.T, h_parts[0], False, True, down_launch, grad_down, scale)
+        reduce_partials((up_parts, down_parts), (grad_up, grad_down), (scale, scale), (True, False))
+        up_parts = down_parts = None
+        # Last, so that no partials are held beside it.
         if need_x:
+            grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
             tile = bypass_config(n_t, n_o, n_i, n_r, x.dtype, sms).up
             _up_kernel[(cdiv(n_i, tile.block_o), cdiv(n_t, tile.block_t))](
                 h_parts, down, None, grad_x, None, n_t, n_i, n_r, scale, down.stride(1), down.stride(0), 0,
                 1, tile.block_t, tile.block_o, block_r, False, False, dot, num_warps=tile.num_warps,
             )  # fmt: skip
-        if need_down:
-            _, down_parts = dual("lora_bypass", flat, down.T, h_parts[0], False, True, down_launch)
-    elif h_parts is not None:
+        return grad_x, grad_up, grad_down
+    if h_parts is not None:
+        grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_x else None
         spans = cdiv(n_t, down_launch.span)
-        down_parts = x.new_empty((spans, n_r, n_i), dtype=torch.float32) if need_down else None
+        down_parts = x.new_empty((spans, n_r, n_i), dtype=torch.float32) if need_down and spans > 1 else None
         _down_backward_kernel[(cdiv(n_i, down_launch.block_n), spans)](
-            h_parts, flat, down, grad_x, down_parts, n_t, n_i, n_r, down_launch.span, scale,
-            flat.stride(0), *down.stride(),
+            h_parts, flat, down, grad_x, grad_down if spans == 1 else down_parts, n_t, n_i, n_r, down_launch.span,
+            scale, scale if spans == 1 else 1.0, flat.stride(0), *down.stride(),
             splits, down_launch.block_m, down_launch.block_n, block_r, need_x, need_down, dot,
             num_warps=down_launch.num_warps, num_stages=down_launch.num_stages,
         )  # fmt: skip

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common.errors import UnsupportedCase
+from kernels.common.plans import planned
 from kernels.common.triton_ops import precision, reduce_partials, to_operand
 from kernels.common.views import cdiv, rows, sm_count
 
@@ -56,6 +57,7 @@ class Dual:
     num_stages: int
 
 
+@planned
 @triton.jit
 def _merge_kernel(
     up, down, base, out, n_o, n_i, n_r, scale,
@@ -89,6 +91,7 @@ def _merge_kernel(
         tl.store(out + rows_o * n_i + offs_i[None, :], value.to(out.dtype.element_ty), mask=mask)
 
 
+@planned
 @triton.jit
 def _pair_kernel(
     g, right, left, out_right, out_left, n_m, n_n, n_r, scale, programs_right,
@@ -165,14 +168,15 @@ def rows_product(
     return acc
 
 
+@planned
 @triton.jit
 def _dual_kernel(
-    g, right, left, right_parts, left_parts, n_m, n_n, n_r, span,
-    stride_gm, stride_rn, stride_rr, stride_lm, stride_lr,
+    g, right, left, right_parts, left_parts, n_m, n_n, n_r, span, left_scale,
+    stride_gm, stride_rn, stride_rr, stride_lm, stride_lr, stride_pr, stride_pn,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     NEED_RIGHT: tl.constexpr, NEED_LEFT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """right_parts[n, M, R] = G[:, n] @ right[n] and left_parts[m, R, N] = left[m]ᵀ @ G[m], with G[M, N] read once."""
+    """right_parts[n, M, R] = G[:, n] @ right[n], left_parts[m, R, N] = left_scale · left[m]ᵀ @ G[m]; G[M, N] read once."""
     pid_n, pid_m = tl.program_id(0), tl.program_id(1)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_r = tl.arange(0, BLOCK_R)
@@ -206,8 +210,9 @@ def _dual_kernel(
                 operand, factor = to_operand(l, dtype)
                 acc += tl.dot(tl.trans(operand), tile, input_precision=PRECISION) * factor
     if NEED_LEFT:
-        at = (pid_m * n_r + offs_r.to(tl.int64)[:, None]) * n_n + offs_n[None, :]
-        tl.store(left_parts + at, acc, mask=mask_r[:, None] & mask_n[None, :])
+        part = left_parts + pid_m.to(tl.int64) * n_r * n_n
+        at = part + offs_r.to(tl.int64)[:, None] * stride_pr + offs_n.to(tl.int64)[None, :] * stride_pn
+        tl.store(at, (acc * left_scale).to(left_parts.dtype.element_ty), mask=mask_r[:, None] & mask_n[None, :])
 
 
 def merge_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, sms: int) -> Merge:
@@ -328,17 +333,30 @@ def merge_backward(
 
 
 def dual(
-    op: str, g: Tensor, right: Tensor, left: Tensor, need_right: bool, need_left: bool, config: Dual | None
+    op: str,
+    g: Tensor,
+    right: Tensor,
+    left: Tensor,
+    need_right: bool,
+    need_left: bool,
+    config: Dual | None,
+    whole: Tensor | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Partials of g[M, N] @ right[N, R] as float32 [S, M, R], and of left[M, R]ᵀ @ g as float32 [S', R, N]."""
+    """Partials of g[M, N] @ right[N, R] as float32 [S, M, R], and of left[M, R]ᵀ @ g as float32 [S', R, N].
+
+    Where one span takes all of M, scale times the second is written to `whole`[R, N] instead, and is no partial.
+    """
     (n_m, n_n), n_r = g.shape, right.shape[1]
     config = config or dual_config(n_m, n_n, n_r, g.dtype, sm_count(g.device))
     strips, spans = cdiv(n_n, config.block_n), cdiv(n_m, config.span)
     right_parts = g.new_empty((strips, n_m, n_r), dtype=torch.float32) if need_right else None
-    left_parts = g.new_empty((spans, n_r, n_n), dtype=torch.float32) if need_left else None
+    whole = whole if spans == 1 else None
+    left_parts = g.new_empty((spans, n_r, n_n), dtype=torch.float32) if need_left and whole is None else None
     _dual_kernel[(strips, spans)](
-        g, right, left, right_parts, left_parts, n_m, n_n, n_r, config.span,
-        g.stride(0), *right.stride(), *left.stride(),
+        g, right, left, right_parts, left_parts if whole is None else whole, n_m, n_n, n_r, config.span,
+        1.0 if whole is None else scale,
+        g.stride(0), *right.stride(), *left.stride(), *((n_n, 1) if whole is None else whole.stride()),
         config.block_m, config.block_n, rank_block(op, n_r), need_right, need_left, precision(g.dtype),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

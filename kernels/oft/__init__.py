@@ -22,6 +22,27 @@ def _saved(needs: tuple[bool, ...], blocks: Tensor) -> tuple[Spec, ...]:
     return ((tuple(blocks.shape), torch.float32),) if any(needs) else ()
 
 
+def _check(op: str, blocks: Tensor, rescale: Tensor | None) -> tuple[int, int]:
+    """(k, s), once blocks is [k, s, s] and rescale, where given, is [k · s]."""
+    check_shape(op, "blocks", check_tensor(op, "blocks", blocks), ("k", "s", "s"))
+    count, size, columns = blocks.shape
+    if size != columns:
+        raise ValueError(f"{op}: blocks: got shape {tuple(blocks.shape)}, wanted square blocks (k, s, s)")
+    if rescale is not None:
+        check_shape(op, "rescale", check_tensor(op, "rescale", rescale), (count * size,))
+    return count, size
+
+
+def _check_merge(blocks: Tensor, weight: Tensor, rescale: Tensor | None) -> None:
+    count, size = _check("oft", blocks, rescale)
+    check_shape("oft", "weight", check_tensor("oft", "weight", weight), (count * size, "I"))
+
+
+def _check_bypass(y: Tensor, blocks: Tensor, rescale: Tensor | None) -> None:
+    count, size = _check("oft_bypass", blocks, rescale)
+    check_last("oft_bypass", "y", check_tensor("oft_bypass", "y", y), "O", count * size)
+
+
 _MERGE = FusedOp(
     "oft",
     package="kernels.oft",
@@ -29,6 +50,7 @@ _MERGE = FusedOp(
     args=("blocks", "weight", "rescale"),
     optional=("rescale",),
     scalars=("constraint",),
+    check=_check_merge,
     eager=merge_reference,
     out_shape=lambda blocks, weight, rescale: tuple(weight.shape),
     saved=lambda needs, blocks, weight, rescale: _saved(needs, blocks),
@@ -40,6 +62,7 @@ _BYPASS = FusedOp(
     args=("y", "blocks", "rescale"),
     optional=("rescale",),
     scalars=("constraint",),
+    check=_check_bypass,
     eager=bypass_reference,
     out_shape=lambda y, blocks, rescale: tuple(y.shape),
     saved=lambda needs, y, blocks, rescale: _saved(needs, blocks),
@@ -74,8 +97,6 @@ def merge(
         ValueError: a wrong shape, device or backend name; TypeError: a wrong type or dtype, or float16 with bfloat16.
         UnsupportedCase: the backend cannot run this here (a block size above 64 on triton and tilelang, for one).
     """
-    count, size = _check("oft", blocks, rescale)
-    check_shape("oft", "weight", check_tensor("oft", "weight", weight), (count * size, "I"))
     return _MERGE((blocks, weight, rescale), (_bound("oft", constraint),), base=base, backend=backend)
 
 
@@ -103,20 +124,7 @@ def bypass(
     Raises:
         As `merge`.
     """
-    count, size = _check("oft_bypass", blocks, rescale)
-    check_last("oft_bypass", "y", check_tensor("oft_bypass", "y", y), "O", count * size)
     return _BYPASS((y, blocks, rescale), (_bound("oft_bypass", constraint),), base=base, backend=backend)
-
-
-def _check(op: str, blocks: Tensor, rescale: Tensor | None) -> tuple[int, int]:
-    """(k, s), once blocks is [k, s, s] and rescale, where given, is [k · s]."""
-    check_shape(op, "blocks", check_tensor(op, "blocks", blocks), ("k", "s", "s"))
-    count, size, columns = blocks.shape
-    if size != columns:
-        raise ValueError(f"{op}: blocks: got shape {tuple(blocks.shape)}, wanted square blocks (k, s, s)")
-    if rescale is not None:
-        check_shape(op, "rescale", check_tensor(op, "rescale", rescale), (count * size,))
-    return count, size
 
 
 def _bound(op: str, constraint: float | None) -> float:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels.common.cayley import Gradients, check_size, shrink_factor
 from kernels.common.cayley_triton import dot_right, finish, finish_tile, pad, rotation, solve, solve_lanes
+from kernels.common.plans import planned
 from kernels.common.triton_ops import precision
 from kernels.common.views import cdiv, rows, sm_count
 
@@ -59,6 +60,7 @@ def _by_token(tile, BLOCK_T: tl.constexpr, N: tl.constexpr, P: tl.constexpr):
     return tl.reshape(tl.permute(tile, (1, 0, 2)), (BLOCK_T, N * P))
 
 
+@planned
 @triton.jit
 def _bypass_kernel(
     y, blocks, rescale, shrink, base, out, delta, n_t, n_k, stride_yt, stride_bt,
@@ -94,6 +96,7 @@ def _bypass_kernel(
         tl.store(at, value.to(out.dtype.element_ty), mask=mask)
 
 
+@planned
 @triton.jit
 def _bypass_backward_kernel(
     grad, y, rescale, delta, parts, grad_y, grad_blocks, grad_rescale, n_t, n_k, steps, stride_gt, stride_yt,

@@ -21,6 +21,7 @@ from kernels.common.cayley_triton import (
     solve_lanes,
     solve_scalars,
 )
+from kernels.common.plans import planned
 from kernels.common.triton_ops import precision
 from kernels.common.views import cdiv, rows, sm_count
 
@@ -40,6 +41,7 @@ class Columns:
     stages: int = 3
 
 
+@planned
 @triton.jit
 def _scalars_kernel(
     blocks, weight, rescale, shrink, base, out, delta, n_k, n_i, stride_wo, stride_bo,
@@ -79,6 +81,7 @@ def _scalars_kernel(
             tl.store(out + (row + m) * n_i + offs_i + t * BLOCK_I, value.to(out.dtype.element_ty), mask=mask)
 
 
+@planned
 @triton.jit
 def _scalars_backward_kernel(
     grad, weight, rescale, delta, parts, grad_blocks, grad_weight, grad_rescale, n_k, n_i, steps, stride_go, stride_wo,
@@ -155,6 +158,7 @@ def _finish_scalars(
             tl.store(grad_blocks + row * S + i, grad[i].to(grad_blocks.dtype.element_ty))
 
 
+@planned
 @triton.jit
 def _dots_kernel(
     blocks, weight, rescale, shrink, base, out, delta, n_k, n_i, stride_wo, stride_bo,
@@ -189,6 +193,7 @@ def _dots_kernel(
         tl.store(out + (row + offs_n) * n_i + offs_i + t * BLOCK_I, value.to(out.dtype.element_ty), mask=mask)
 
 
+@planned
 @triton.jit
 def _dots_backward_kernel(
     grad, weight, rescale, delta, parts, grad_blocks, grad_weight, grad_rescale, n_k, n_i, steps, stride_go, stride_wo,

@@ -6,7 +6,7 @@ import pytest
 from fakes import CEILINGS, STAMP, bad_row, made_row
 
 from harness import figures
-from harness.figure import COLOURS, MARKERS, METRICS, draw
+from harness.figure import COLOURS, MARKERS, METRICS, colour, draw
 from harness.record import Record
 
 FACTOR = {"eager": 4.0, "compile": 3.0, "triton": 1.0, "tilelang": 2.0}
@@ -55,14 +55,24 @@ def test_marks():
     axis = draw("forward", rows(), op="toy").axes[0]
     assert [text.get_text() for text in axis.texts] == ["tilelang: failed"]
     assert len(axis.patches) == 1
-    assert len(set(MARKERS.values())) == len(set(COLOURS.values())) == 4
+    assert len(set(MARKERS.values())) == 4 and len(set(COLOURS.values())) == len(COLOURS)
 
 
 def test_caption_and_backends():
     figure = draw("ulp", rows(), meta=STAMP, backends=("eager", "triton"))
-    assert figure.get_supxlabel().startswith("NVIDIA Test, 2026-01-02, fp16.")
+    assert figure.get_supxlabel().startswith("NVIDIA Test, 2026-01-02, fp16. STALE KERNELS. Bold")
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels[:2] == ["eager", "triton"] and "tilelang" not in labels
+
+
+def test_graphed_arms_are_drawn_where_they_are_asked_for():
+    more = [*rows(), *(made_row("toy", case, "triton_graphed", [1.0]) for case in ("small", "large"))]
+    more += [made_row("toy", case, "eager_graphed", [3.0]) for case in ("small", "large")]
+    plain = [text.get_text() for text in draw("speedup", more, op="toy").legends[0].get_texts()]
+    assert not any("graphed" in label for label in plain)
+    axis = draw("speedup", more, op="toy", backends=("triton", "triton_graphed")).axes[0]
+    assert lines(axis, colour("triton_graphed"))[1] == [3.0, 3.0]
+    assert len(set(COLOURS.values())) == len(COLOURS)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fakes import product, toy_op
 
-from harness import precision
+from harness import behaviour, precision
 from harness.measure import check_arms, start_row
 
 CPU = torch.device("cpu")
@@ -141,6 +141,6 @@ def test_wrong_arm_is_a_failed_row_and_the_others_go_on():
 
 
 def test_poison_is_lifted_again():
-    with precision.poisoned(torch.ones(4), torch.float32, "triton"):
+    with behaviour.poisoned(torch.ones(4), torch.float32, "triton"):
         assert torch.empty(64).isnan().all()
     assert not torch.are_deterministic_algorithms_enabled()

@@ -52,6 +52,34 @@ def test_code_counts(tree: Path) -> None:
     assert stamp.kernels_sha256("squares") != before
 
 
+def test_labels_and_how_to_cite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stamp, "_current_hashes", lambda: frozenset({"a" * 64, "b" * 64}))
+    meta = {"gpu": "NVIDIA Test", "started": "2026-01-02T03:04:05", "git_revision": "f" * 40, "torch": "2.11"}
+    clean = {**meta, "kernels_sha256": "a" * 64, "git_dirty": False}
+    assert stamp.labels(clean) == [] and stamp.warning(clean) == ""
+    assert stamp.cite(clean) == (
+        "adapter-kernels, run of 2026-01-02 on NVIDIA Test, revision ffffffffffff, kernels aaaaaaaa, torch 2.11"
+    )
+    bad = {**clean, "kernels_sha256": "c" * 64, "git_dirty": True}
+    assert stamp.labels(bad) == ["dirty tree", "stale kernels"] and stamp.cite(bad).endswith(
+        "(dirty tree, stale kernels)"
+    )
+    assert stamp.warning(bad) == " DIRTY TREE, STALE KERNELS."
+    both = stamp.combined([bad, {**clean, "started": "2026-02-01"}])
+    assert stamp.labels(both) == ["dirty tree", "stale kernels"] and both["started"] == "2026-02-01"
+    assert "state of the tree not recorded" in stamp.cite({**clean, "git_dirty": None})
+
+
+def test_a_copy_of_the_tree_can_be_told_its_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(stamp, "ROOT", tmp_path)
+    for value, dirty in (("0", False), ("1", True), ("", None)):
+        stamp._git.cache_clear()
+        monkeypatch.setenv("HARNESS_GIT_DIRTY", value)
+        monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+        assert stamp._git()["git_dirty"] is dirty
+    stamp._git.cache_clear()
+
+
 def test_what_is_imported_counts_and_nothing_else(tree: Path) -> None:
     before = stamp.kernels_sha256("squares")
     (tree / "kernels/other/x.py").write_text("VALUE = 2\n")

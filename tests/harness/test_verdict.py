@@ -8,9 +8,9 @@ import math
 import pytest
 from fakes import STAMP, bad_row, made_row
 
-from harness import comparison, verdicts
-from harness.record import ForeignGpu, Record
-from harness.statistic import geometric_mean, mean_ratio
+from harness import comparison, record, verdicts
+from harness.record import ForeignGpu, MixedSchemas, Record
+from harness.statistic import geometric_mean, mean_ratio, noise
 from harness.verdicts import judge, verdict
 
 
@@ -76,12 +76,66 @@ def test_text_and_markdown_agree(folder):
     assert "| toy | tilelang | 1/2 | 0.50 |" in table[3] and "b: failed: assert" in text
 
 
+def graphed_rows():
+    """Beside `rows`: as graphs triton is 1.5× faster than eager, and its plain arm's wall is of no account."""
+    made = rows()
+    for case in ("a", "b"):
+        made += [
+            made_row("toy", case, "eager_graphed", [3.0], wall=12.0, ulp=3.0, vram_fwdbwd=200),
+            made_row("toy", case, "triton_graphed", [2.0], wall=8.0, ulp=2.0, vram_fwdbwd=100),
+        ]
+    return made
+
+
+def test_graphed_arms_are_compared_with_eagers_graph(tmp_path):
+    values = judge(graphed_rows(), "toy", "triton_graphed", "fp16").values
+    assert values["dev_eager"] == values["fb_eager"] == pytest.approx(1.5)
+    assert values["vram"] == pytest.approx(2) and values["eager_ulp"] == pytest.approx(3)
+    assert [values[name] for name in ("dev_compile", "fbdev_compile", "fb_compile")] == [None] * 3
+    assert (values["n"], values["n_ok"]) == (2, 2) and values["worst_case"] == "a"
+    assert judge(graphed_rows(), "toy", "triton", "fp16") == judge(rows(), "toy", "triton", "fp16")
+    Record(dict(STAMP), graphed_rows()).save(tmp_path / "toy.json")
+    assert [row["backend"] for row in verdict(tmp_path)] == ["triton", "tilelang", "triton_graphed"]
+    assert "| toy | triton_graphed | 2/2 | 1.50 | – | 1.50 | – | 1.50 | – |" in verdict(tmp_path, format="markdown")
+
+
+def test_graphed_arm_without_eagers_graph():
+    some = [row for row in graphed_rows() if (row["case"], row["backend"]) != ("b", "eager_graphed")]
+    found = judge(some, "toy", "triton_graphed", "fp16", cases=("a", "b", "c"))
+    assert (found.values["n"], found.values["n_ok"]) == (3, 2)
+    assert found.notes == ("c: not measured", "against eager_graphed: without b")
+
+
 def test_tie():
     ratio = mean_ratio([([1.0], [1.1]), ([1.0], [0.9]), ([1.0], [1.05]), ([1.0], [0.97])])
     assert ratio.tie and ratio.low < 1 < ratio.high
     clear = mean_ratio([([2.0, 2.1], [1.0, 1.05]), ([3.0], [1.0])])
     assert not clear.tie and 1.9 <= clear.low <= clear.value <= clear.high
     assert clear == mean_ratio([([2.0, 2.1], [1.0, 1.05]), ([3.0], [1.0])])
+
+
+def test_rows_have_intervals_of_their_own():
+    samples = (("eager", [2.0, 2.02, 2.01]), ("triton", [2.01, 1.99, 2.0]))
+    made = rows() + [made_row("toy", "c", b, t, fwdbwd=[9.0 if b == "eager" else 3.0]) for b, t in samples]
+    found = judge(made, "toy", "triton", "fp16")
+    a, c = found.rows["dev_eager"]["a"], found.rows["dev_eager"]["c"]
+    assert a.value == 2 and 2 <= a.high <= 2.2 + 1e-9 and not a.tie and a.n == 1
+    assert c.tie and c.low <= 2 / 1.99 <= c.high
+    assert [note for note in found.notes if note.startswith("tie")] == ["tie dev/eager: c"]
+
+
+def test_interval_holds_its_value_however_noisy_a_side_is():
+    """Every resample of a noisy baseline is slower than its best; the mean's bound must not pass the mean by."""
+    pairs = [([10.0, 13.0, 13.0], [5.0, 5.0, 5.0])] * 24
+    ratio = mean_ratio(pairs)
+    assert ratio.value == pytest.approx(2) and ratio.low <= 2 <= ratio.high < 2.6
+
+
+def test_noise_is_of_the_best_samples():
+    """Samples that are added can lower it: an outlier stops counting once three others agree."""
+    assert noise([]) == 0 and noise([3.0]) == 0
+    assert noise([3.0, 3.3, 3.1]) == pytest.approx(0.1)
+    assert noise([3.0, 3.3, 3.1, 3.03, 3.06]) == pytest.approx(0.02)
 
 
 def test_geometric_mean():
@@ -122,6 +176,39 @@ def test_compare_sees_broken_and_missing_rows(tmp_path):
     assert [c.verdict for c in changes] == ["unclear"] * 4 and comparison.worse(changes)
     assert changes[0].note == "ok → failed (assert)" and changes[2].note == "only in the first run"
     assert not comparison.worse(comparison.compare(tmp_path / "b.json", tmp_path / "a.json"))
+
+
+def test_compare_refuses_two_schemas(tmp_path, monkeypatch):
+    Record(dict(STAMP), [made_row("toy", "c", "triton", [1.0])]).save(tmp_path / "a.json")
+    monkeypatch.setattr(record, "SCHEMA", 2)
+    Record(dict(STAMP), [made_row("toy", "c", "triton", [1.0])]).save(tmp_path / "b.json")
+    with pytest.raises(MixedSchemas, match="schema 1 and 2"):
+        comparison.compare(tmp_path / "a.json", tmp_path / "b.json")
+    assert len(comparison.compare(tmp_path / "a.json", tmp_path / "b.json", foreign=True)) == 2
+
+
+def test_compare_says_what_else_differs(tmp_path):
+    arms = [("eager", 1.02), ("compile", 1.04), ("triton", 1.5)]
+    Record(dict(STAMP), [made_row("toy", "c", b, [1.0]) for b, _ in arms]).save(tmp_path / "a.json")
+    meta = {**STAMP, "torch": "2", "git_dirty": True}
+    Record(meta, [made_row("toy", "c", b, [time]) for b, time in arms]).save(tmp_path / "b.json")
+    changes = comparison.compare(tmp_path / "a.json", tmp_path / "b.json")
+    assert comparison.differences(tmp_path / "a.json", tmp_path / "b.json", changes) == [
+        "torch: 1 → 2",
+        "first run: stale kernels",
+        "second run: dirty tree",
+        "second run: stale kernels",
+        "PyTorch's own arms: median ratio 1.030 over 4 times",
+    ]
+    assert comparison.summary(changes) == "0 faster, 4 same, 2 slower, 0 unclear; 33.3% moved"
+
+
+def test_a_step_of_the_clock_is_no_change(tmp_path):
+    """Two readings of a short kernel differ by a tick or two; a tenth is more than that."""
+    for name, time in (("a", 1.216), ("b", 1.28), ("c", 1.216 * 1.1)):
+        Record(dict(STAMP), [made_row("toy", "c", "triton", [time], fwdbwd=[time])]).save(tmp_path / f"{name}.json")
+    found = [comparison.compare(tmp_path / "a.json", tmp_path / f"{name}.json")[0].verdict for name in "bc"]
+    assert found == ["same", "slower"]
 
 
 def test_compare_refuses_two_cards(tmp_path):

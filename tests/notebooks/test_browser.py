@@ -15,7 +15,8 @@ pytestmark = pytest.mark.timeout(1800)
 NAMES = [path.stem for path in report.sources()]
 FAMILIES = [name for name in NAMES if not name.startswith("00")]
 # The panel's image; the notebook's other images are not inside a panel's widgets.
-LIVE_FIGURE = ".jp-OutputArea-output .widget-html img"
+LIVE_FIGURE = ".jp-OutputArea-output .widget-html .figure"
+CHANGED = "([css, was]) => document.querySelector(css).innerHTML !== was"
 
 
 def tab_to(page, control):
@@ -50,24 +51,31 @@ def test_live_panel_redraws(browser, lab, name):
     page.wait_for_selector(LIVE_FIGURE)
     figure = page.locator(LIVE_FIGURE).first
     figure.scroll_into_view_if_needed()
-    before, alt = figure.get_attribute("src"), figure.get_attribute("alt")
+    alt = figure.get_attribute("aria-label")
     assert alt
 
     select = page.locator(".jp-OutputArea-output .widget-dropdown select:visible").first
     offered = select.locator("option").all_text_contents()
-    started = time.monotonic()
-    select.select_option(label=offered[-1])
-    page.wait_for_function("([css, was]) => document.querySelector(css).src !== was", arg=[LIVE_FIGURE, before])
-    print(f"redrawn in {time.monotonic() - started:.2f} s")
-    assert page.locator(LIVE_FIGURE).first.get_attribute("alt") != alt
+    seconds = []
+    for wanted in (offered[-1], offered[0]) * 3:
+        before = figure.inner_html()
+        started = time.monotonic()
+        select.select_option(label=wanted)
+        page.wait_for_function(CHANGED, arg=[LIVE_FIGURE, before], polling=20)
+        seconds.append(time.monotonic() - started)
+        if len(seconds) == 1:
+            assert figure.get_attribute("aria-label") != alt
+    assert min(seconds) < 0.5, seconds
 
     # The same by keyboard alone. An arrow key by itself belongs to JupyterLab, which moves to another cell with it.
-    now = page.locator(LIVE_FIGURE).first.get_attribute("src")
+    select.select_option(label=offered[-1])
+    page.wait_for_function(CHANGED, arg=[LIVE_FIGURE, before])
+    now = figure.inner_html()
     page.locator(".jp-CodeCell", has=page.locator(LIVE_FIGURE)).first.locator(".jp-InputPrompt").click()
     tab_to(page, select)
     for key in ("Space", "ArrowUp", "Enter"):
         page.keyboard.press(key)
-    page.wait_for_function("([css, was]) => document.querySelector(css).src !== was", arg=[LIVE_FIGURE, now])
+    page.wait_for_function(CHANGED, arg=[LIVE_FIGURE, now])
     page.close()
 
 
@@ -92,22 +100,31 @@ def test_report_works_offline(offline, reports, name):
     assert path.stat().st_size < 6_000_000
     page.goto(path.as_uri())
     panel = page.locator(".panel").filter(has=page.locator("select:visible")).first
-    figure = panel.locator("img")
+    figure = panel.locator(".figure")
     select = panel.locator("select:visible").first
-    before, numbers = figure.get_attribute("src"), panel.locator(".numbers").inner_html()
+    before, numbers = figure.inner_html(), panel.locator(".numbers").inner_html()
     select.select_option(index=1)
-    assert figure.get_attribute("src") != before
+    assert figure.inner_html() != before
     assert panel.locator(".numbers").inner_html() != numbers
 
     # Every control is reached by Tab and changed by an arrow key.
-    now = figure.get_attribute("src")
+    now = figure.inner_html()
     select.evaluate("select => select.blur()")
     tab_to(page, select)
     page.keyboard.press("ArrowUp")
-    assert figure.get_attribute("src") != now
+    assert figure.inner_html() != now
+
+    # An arm goes from the figure and the table, and comes back; its points tell their numbers.
+    box = panel.get_by_role("checkbox", name="triton", exact=True)
+    line = figure.locator("[data-arm=triton]").first
+    assert ", triton: " in figure.locator("[data-arm=triton] title").first.text_content()
+    for ticked in (False, True):
+        box.set_checked(ticked)
+        assert line.is_visible() == panel.locator("th[data-arm=triton]").is_visible() == ticked
 
     alts = page.locator("img").evaluate_all("images => images.map((image) => image.alt)")
-    assert all(alts) and not any("No description" in alt for alt in alts)
+    alts += page.locator("[role=img]").evaluate_all("figures => figures.map((one) => one.ariaLabel)")
+    assert alts and all(alts) and not any("No description" in alt for alt in alts)
     assert page.locator("img").evaluate_all("images => images.every((image) => image.naturalWidth > 0)")
     assert not wrong
 

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from harness.explore import ROUNDS, Explore, _Live
+from harness.generated import Generated
 from harness.markup import FRAMES
 from harness.record import Record, blank_row
 from kernels.registry import ops
@@ -117,3 +118,21 @@ def test_a_failed_measurement_is_shown(run):
 def test_unknown_op_is_an_error(run):
     with pytest.raises(ValueError, match="nothing"):
         Explore(run, "nothing")
+
+
+def test_code_of_the_chosen_call_is_shown_with_registers(run):
+    made = [Generated("kernel<1>", 2, 40, 0, 1024, {"TTGIR": "module {a < b}"})]
+    asked = []
+    tool = live(Explore(run, "lora", code=lambda *what: asked.append(what) or made))
+    tool.show.click()
+    tool.thread.join(60)
+    assert asked == [("lora", tool.dims, "fp16", "triton")]
+    assert "<td>40</td><td>0</td><td>1024</td>" in tool.code.value and "a &lt; b" in tool.code.value
+    assert not tool.show.disabled
+
+
+def test_why_there_is_no_code_is_shown(run):
+    tool = live(Explore(run, "lora", backend="eager"))
+    tool.show.click()
+    tool.thread.join(60)
+    assert "no code to show: eager runs PyTorch" in tool.code.value

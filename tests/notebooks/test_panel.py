@@ -12,8 +12,8 @@ import time
 import pytest
 from PIL import Image, ImageColor
 
-from harness.figure import COLOURS, METRICS
-from harness.markup import FRAMES
+from harness.figure import COLOURS, METRICS, draw
+from harness.markup import DPI, FRAMES, png
 from harness.panel import MAX_FRAMES, Panel
 from harness.readings import readings
 from harness.record import Record, blank_row
@@ -63,14 +63,18 @@ def test_every_metric_has_an_image_and_words(run, metric):
 
 
 def test_few_colours_keep_every_arms_own(run):
-    """Both arms on the same points, so that one shows in the legend alone."""
-    for row in run.rows:
-        row["fwd"] = run.rows[0]["fwd"]
-    image = Image.open(io.BytesIO(base64.b64decode(Panel(run, "forward").frame().png))).convert("RGB")
+    """All arms on the same points, so that all but one show in the legend alone."""
+    rows = [{**row, "backend": arm, "fwd": run.rows[0]["fwd"]} for row in run.rows[::2] for arm in COLOURS]
+    drawn = draw("forward", rows, op="lora", backends=list(COLOURS))
+    raw = io.BytesIO()
+    drawn.savefig(raw, format="png", dpi=DPI)
+    small = base64.b64decode(png(drawn))
+    assert len(small) < len(raw.getvalue()) / 2
+    image = Image.open(io.BytesIO(small)).convert("RGB")
     found = {color for _, color in image.getcolors(1 << 20)}
-    for arm in SPEED:
+    for arm in COLOURS:
         wanted = ImageColor.getrgb(COLOURS[arm])
-        assert min(sum(abs(a - b) for a, b in zip(color, wanted, strict=True)) for color in found) < 10, arm
+        assert min(sum(abs(a - b) for a, b in zip(color, wanted, strict=True)) for color in found) < 20, arm
 
 
 def test_words_and_numbers_are_those_of_the_rows(run):
@@ -89,7 +93,7 @@ def test_a_failure_shows_as_one(run):
 def test_wall_and_scale_change_the_figure_and_wall_the_numbers(run):
     panel = Panel(run, "forward")
     device, wall, linear = panel.frame({}), panel.frame({"clock": "wall"}), panel.frame({"scale": "linear"})
-    assert len({device.png, wall.png, linear.png}) == 3
+    assert len({device.svg, wall.svg, linear.svg}) == 3
     assert "500 [500–700]" in wall.table and wall.table != device.table == linear.table
 
 
@@ -107,7 +111,57 @@ def test_live_controls_redraw(run):
 def test_live_backends_can_be_left_out(run):
     found, drawn = controls(Panel(run, "forward"))
     found["Backends"].value = ("triton",)
-    assert "<th scope=col>triton</th>" in drawn.value and "<th scope=col>eager</th>" not in drawn.value
+    assert ">triton</th>" in drawn.value and ">eager</th>" not in drawn.value
+
+
+@pytest.fixture
+def graphed(run):
+    """The run with CUDA-graph replays of its arms, and in a second dtype."""
+    more = [{**row, "backend": f"{row['backend']}_graphed"} for row in run.rows]
+    more += [{**row, "dtype": "bf16"} for row in run.rows]
+    return Record(run.meta, [*run.rows, *more])
+
+
+def test_graphed_arms_are_offered_and_off_at_first(graphed):
+    panel = Panel(graphed, "forward")
+    found, drawn = controls(panel)
+    arms = ("eager", "triton", "eager_graphed", "triton_graphed")
+    assert found["Backends"].options == arms and found["Backends"].value == ("eager", "triton")
+    assert "triton_graphed" not in drawn.value and "graphed" not in panel.frame().alt
+    found["Backends"].value = arms
+    assert all(f'data-arm="{arm}"' in drawn.value for arm in arms)
+    found["dtype"].value = "bf16"
+    assert found["Backends"].options == ("eager", "triton") and "bf16" in drawn.value
+
+
+def test_export_carries_graphed_arms_hidden(graphed):
+    text = Panel(graphed, "forward").html()
+    data = json.loads(re.search(r'<script type="application/json">(.*?)</script>', text, re.DOTALL)[1])
+    assert data["hidden"] == ["eager_graphed", "triton_graphed"]
+    assert "triton_graphed" in json.dumps(data["tree"])
+
+
+def test_an_arm_that_nobody_knows_is_drawn(run):
+    for row in run.rows:
+        row["backend"] = row["backend"].replace("triton", "helion")
+    assert 'data-arm="helion"' in Panel(run, "forward").frame().svg
+
+
+def test_points_say_their_numbers(run):
+    run.rows[1] |= {"status": "failed", "reason": "planted"}
+    svg = Panel(run, "forward").frame().svg
+    said = re.findall(r"<title>([^<]*)</title>", svg)
+    assert "small_r16, triton: 100 [100–101] µs" in said and "small_r4, eager: 270 [270–271] µs" in said
+    assert len(said) == 7
+
+
+def test_two_figures_share_no_name_but_equal_parts(run):
+    first, second = (Panel(run, metric).frame().svg for metric in ("forward", "bandwidth"))
+    for one in (first, second):
+        assert set(re.findall(r"#(\w+)", re.sub(r"#[0-9a-f]{6}\b(?!\w)", "", one))) <= set(
+            re.findall(r'id="(\w+)"', one)
+        )
+    assert not re.findall(r'id="(?![mp][0-9a-f]{10}")', first)
 
 
 def test_export_holds_every_combination_and_loads_nothing(run, monkeypatch):
@@ -121,7 +175,8 @@ def test_export_holds_every_combination_and_loads_nothing(run, monkeypatch):
         leaf = node
         for value in chosen.values():
             leaf = leaf[value]
-        assert leaf == [panel.frame(chosen).png, panel.frame(chosen).alt, panel.frame(chosen).table]
+        frame = panel.frame(chosen, panel.backends(chosen))
+        assert leaf == [frame.svg, frame.alt, frame.table]
     assert not re.search(r"(src|href)=.?(https?:)?//", html.unescape(data["text/html"]))
 
 
