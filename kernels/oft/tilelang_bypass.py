@@ -5,7 +5,8 @@ A program takes N blocks' channels, each padded from S to P: a tile is [BLOCK_T,
 
 from typing import Any
 
-from kernels.common.cayley_tilelang import finish_tile, load_blocks, rotation, solve_inline
+from kernels.common.cayley_solve_tilelang import solve_inline
+from kernels.common.cayley_tilelang import finish_tile, load_blocks, rotation
 from kernels.common.tilelang_target import Dsl, Size
 
 

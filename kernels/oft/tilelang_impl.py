@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from kernels.common.cayley import MAX_SCALARS, Gradients, check_size, pad, shrink_factor
-from kernels.common.cayley_tilelang import finish, solve
+from kernels.common.cayley_solve_tilelang import solve
+from kernels.common.cayley_tilelang import finish
 from kernels.common.tilelang_target import Target, build, dtype_name, ready, sizes, target_of
 from kernels.common.views import cdiv, rows, sm_count
 from kernels.oft import tilelang_bypass, tilelang_merge
@@ -33,6 +34,7 @@ class Columns:
 
     tiles: how many such tiles it loads before it works on the first. steps (backward): how many times it does that, 0
     meaning to the last column, with nothing left to sum. stages: tiles in flight where the loop is pipelined instead.
+    inline (forward): does each program solve its block itself, which saves a launch but pays only up to a program an SM?
     """
 
     block_i: int
@@ -50,6 +52,7 @@ class Tokens:
 
     tiles (forward): how many such tiles it loads before it works on the first. steps (backward): how many it walks, 0
     meaning to the last token, with nothing left to sum. stages: tiles in flight on that walk.
+    inline (forward): does each program solve its blocks itself, as for a merge?
     """
 
     block_t: int
@@ -81,7 +84,8 @@ def merge_config(
     spans = min(tiles, max(1, cdiv((3 if not backward else 12 * 16 // width) * sms, n_k)))
     if backward:
         return Columns(block_i, threads, steps=cdiv(tiles, spans))
-    return Columns(block_i, threads, tiles=min(cdiv(tiles, spans), 5))
+    ahead = min(cdiv(tiles, spans), 5)
+    return Columns(block_i, threads, tiles=ahead, inline=n_k * cdiv(tiles, ahead) <= sms)
 
 
 def bypass_config(
@@ -92,15 +96,16 @@ def bypass_config(
         return Tokens(16, max(1, 32 // pad(size)), 32, steps=2)
     blocks = max(1, 64 // pad(size))
     # A warp's share of a product is at least 16 tokens.
+    if not backward:
+        block_t, threads = (32, 64) if n_t <= 256 else (64, 128)
+        return Tokens(block_t, blocks, threads, inline=cdiv(n_k, blocks) * cdiv(n_t, block_t) <= sms)
     block_t, threads = (16, 32) if n_t <= 256 else (64, 128)
     tiles = cdiv(n_t, block_t)
     spans = min(tiles, max(1, cdiv(3 * sms, cdiv(n_k, blocks))))
-    if backward:
-        steps = cdiv(tiles, spans)
-        # Three leading bits: a few builds serve every number of tokens.
-        grain = 1 << max(0, steps.bit_length() - 3)
-        return Tokens(block_t, blocks, threads, steps=cdiv(steps, grain) * grain)
-    return Tokens(block_t, blocks, threads, tiles=min(cdiv(tiles, spans), 4))
+    steps = cdiv(tiles, spans)
+    # Three leading bits: a few builds serve every number of tokens.
+    grain = 1 << max(0, steps.bit_length() - 3)
+    return Tokens(block_t, blocks, threads, steps=cdiv(steps, grain) * grain)
 
 
 def merge_forward(

@@ -5,14 +5,8 @@ A block is padded from S to P rows and columns inside the tiles. Sums over more 
 
 from typing import Any
 
-from kernels.common.cayley_tilelang import (
-    finish_scalars,
-    finish_tile,
-    load_blocks,
-    rotation,
-    solve_inline,
-    solve_scalars,
-)
+from kernels.common.cayley_solve_tilelang import solve_inline, solve_scalars
+from kernels.common.cayley_tilelang import finish_scalars, finish_tile, load_blocks, rotation
 from kernels.common.tilelang_target import Dsl, Size
 
 
