@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ def graphed(run: Record, dtype: str = "fp16") -> pd.DataFrame:
     """
     lines = []
     for op in dict.fromkeys(row["op"] for row in run.rows):
-        rows = {(row["case"], row["backend"]): row for row in _ok(run.rows, op, dtype)}
+        rows = {(row["case"], row["backend"]): row for row in _all_ok(run.rows, op, dtype)}
         for backend in ordered(b for _, b in rows if b.endswith(GRAPHED) and _kernel(b.removesuffix(GRAPHED))):
             cases = [case for case, b in rows if b == backend and (case, f"eager{GRAPHED}") in rows]
             cells = []
@@ -231,7 +231,10 @@ def _place(op: str) -> int:
     return known.index(op) if op in known else len(known)
 
 
-def _ok(rows: Sequence[Row], op: str, dtype: str) -> list[Row]:
+def _ok(rows: Iterable[Row], op: str, dtype: str) -> list[Row]:
     """The plain arms' good rows."""
-    found = [row for row in rows if row["op"] == op and row["dtype"] == dtype and row["status"] == "ok"]
-    return [row for row in found if not row["backend"].endswith(GRAPHED)]
+    return [row for row in _all_ok(rows, op, dtype) if not row["backend"].endswith(GRAPHED)]
+
+
+def _all_ok(rows: Iterable[Row], op: str, dtype: str) -> list[Row]:
+    return [row for row in rows if row["op"] == op and row["dtype"] == dtype and row["status"] == "ok"]

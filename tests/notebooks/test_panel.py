@@ -202,3 +202,13 @@ def test_what_it_does_not_know_is_an_error(run, arguments, said):
 def test_nothing_recorded_is_an_error(run):
     with pytest.raises(ValueError, match="nothing recorded"):
         Panel(Record(run.meta))
+
+
+def test_graphed_arms_have_a_table():
+    from harness import show
+    from harness.record import load
+    from harness.stamp import DATA
+
+    table = show.graphed(load(DATA / "nvidia-h200" / "lora.json"))
+    assert set(table.index) == {(op, f"{b}_graphed") for op in ("lora", "lora_bypass") for b in ("triton", "tilelang")}
+    assert (table["fwd+bwd wall"] > 1).all()
