@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 import torch
@@ -28,9 +29,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler() -> None:
-    """A test starts with nothing compiled: what others compiled would count towards its recompile limit."""
+def fresh_start() -> None:
+    """A test starts with nothing compiled, which would count towards its recompile limit, and with no launch plans."""
     torch._dynamo.reset()
+    if "kernels.common.fused" in sys.modules:
+        sys.modules["kernels.common.fused"].forget()
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
