@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 
 import pytest
 import torch
+from oracle import forget_plans
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 if not GPUS:
@@ -32,8 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def fresh_start() -> None:
     """A test starts with nothing compiled, which would count towards its recompile limit, and with no launch plans."""
     torch._dynamo.reset()
-    if "kernels.common.fused" in sys.modules:
-        sys.modules["kernels.common.fused"].forget()
+    forget_plans()
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -43,7 +43,6 @@ Choice = Callable[["Tensors", "Tensor | None"], Tensor]
 # Bytes whose multiples kernels are specialised for.
 ALIGNMENT = 16
 _MAX_KINDS = 4096
-_ops: list[FusedOp] = []
 _SIXTEEN = (torch.float16, torch.bfloat16)
 
 
@@ -77,7 +76,6 @@ class FusedOp:
         self._calls: dict[Any, FusedCall] = {}
         # As torch.compile sees the op: opaque, with a fake implementation and a registered backward.
         self._library = _register(self)
-        _ops.append(self)
 
     def __call__(self, tensors: Tensors, scalars: Scalars = (), *, base: Tensor | None, backend: str) -> Tensor:
         """Computes the op; raises ValueError or TypeError for bad arguments, UnsupportedCase where `backend` can't."""
@@ -338,13 +336,6 @@ def _backward(ctx: Any, grad: Tensor) -> Any:
 
 # Where the gradient is to be differentiated again (create_graph): raises then, rather than being silently wrong.
 _backward_once = once_differentiable(_backward)
-
-
-def forget() -> None:
-    """Makes every op check, choose and record anew: for whoever changes a backend's host code or its launch shapes."""
-    for op in _ops:
-        op._choices.clear()
-        op._calls.clear()
 
 
 def _signature(t: Tensor | None) -> Any:
