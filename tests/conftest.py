@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable
 
 import pytest
 import torch
-from oracle import forget_plans
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 if not GPUS:
@@ -28,11 +29,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {GPUS}"))
 
 
+def _forget_plans() -> None:
+    """Makes every op check, choose and record anew."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("kernels."):
+            for op in vars(module).values():
+                if type(op).__name__ == "FusedOp":
+                    op._choices.clear()
+                    op._calls.clear()
+
+
+@pytest.fixture
+def forget_plans() -> Callable[[], None]:
+    """For a test that changes a launch: makes every op check, choose and record anew."""
+    return _forget_plans
+
+
 @pytest.fixture(autouse=True)
 def fresh_start() -> None:
     """A test starts with nothing compiled, which would count towards its recompile limit, and with no launch plans."""
     torch._dynamo.reset()
-    forget_plans()
+    _forget_plans()
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

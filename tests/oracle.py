@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import torch
@@ -64,13 +63,3 @@ def compare(
         assert mine <= 2 * theirs + FLOOR_ULP, f"{name}: {mine:.2f} ULP against PyTorch's {theirs:.2f}"
     for name, t in inputs.items():
         assert torch.equal(t, before[name]), f"{name} was written to"
-
-
-def forget_plans() -> None:
-    """Makes every op check, choose and record anew."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("kernels."):
-            for op in vars(module).values():
-                if type(op).__name__ == "FusedOp":
-                    op._choices.clear()
-                    op._calls.clear()

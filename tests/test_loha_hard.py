@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from oracle import forget_plans, run, ulp
+from oracle import run, ulp
 from torch import Tensor
 
 from kernels import UnsupportedCase, loha
@@ -119,7 +121,7 @@ def test_ranks_around_the_change_of_form(rank: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", FUSED)
-def test_forms_agree(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forms_agree(backend: str, monkeypatch: pytest.MonkeyPatch, forget_plans: Callable[[], None]) -> None:
     """Rank 8 through pairs and through tiles of ΔW: the same sum, multiplied out in another order."""
     need(backend, torch.float32)
     values, grad = make((21, 40, 56, 8)), torch.randn(21, 40, device=DEVICE)
