@@ -1,4 +1,4 @@
-"""`python -m harness quick | sweep | verdict | figures | compare | selfcheck | crosscheck`."""
+"""`python -m harness quick | sweep | verdict | figures | compare | selfcheck | crosscheck | host`."""
 
 from __future__ import annotations
 
@@ -59,6 +59,10 @@ def parser() -> argparse.ArgumentParser:
     cross = commands.add_parser("crosscheck", help="device time three ways on six cases, kept in ceilings.json")
     cross.add_argument("--dir", help="folder of the records, data/<gpu> by default")
     cross.add_argument("--dtype", choices=DTYPES[:3], default="fp16")
+
+    host = commands.add_parser("host", help="where the host's time goes in one call of each op, kept in ceilings.json")
+    host.add_argument("--dir", help="folder of the records, data/<gpu> by default")
+    host.add_argument("--dtype", choices=DTYPES[:3], default="fp16")
 
     commands.add_parser("selfcheck", help="plants faults that have to be caught; on a GPU also checks the timing")
     return top
@@ -161,6 +165,15 @@ def _crosscheck(arguments: argparse.Namespace) -> int:
         values = " · ".join(f"{way} {value:.2f}" for way, value in found.items())
         print(f"{row['op']} {row['case']} {row['arm']} {row['phase']}: {values}  {crosscheck.explain(row)}")
     return 0 if crosscheck.explained(rows) else 1
+
+
+def _host(arguments: argparse.Namespace) -> int:
+    from harness import hostprofile
+
+    for row in sweeper.host_into(arguments.dir, arguments.dtype):
+        values = " · ".join(f"{step} {value:.1f}" for step, value in hostprofile.times(row).items())
+        print(f"{row['op']} {row['backend']}: {row['launches']} launches, {hostprofile.ratio(row):.2f}: {values}")
+    return 0
 
 
 def _selfcheck(arguments: argparse.Namespace) -> int:

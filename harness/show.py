@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness import ceilings, crosscheck, generated, quickcheck, record, stamp, verdicts
+from harness import ceilings, crosscheck, generated, hostprofile, quickcheck, record, stamp, verdicts
 from harness.figure import GRAPHED, ordered
 from harness.panel import run_label
 from harness.record import Record, Row
@@ -186,6 +186,21 @@ def crosschecks(run: Record) -> pd.DataFrame:
             lines.append((*about, *(found[way] for way in crosscheck.WAYS), crosscheck.explain(row)))
     names = ("op", "case", "backend", "phase", "launches", *crosscheck.WAYS, "explained by")
     return pd.DataFrame(lines, columns=names).round(2).set_index(["op", "case", "backend", "phase"])
+
+
+def hosts(run: Record) -> pd.DataFrame:
+    """Where the host's time goes in one call, µs a step (see harness/hostprofile.py); `run` is a card's ceilings.json.
+
+    ratio: the host's time to issue one forward, in bare launches of the DSL.
+    """
+    lines = []
+    for row in run.rows:
+        if row.get("kind") == hostprofile.KIND:
+            found = hostprofile.times(row)
+            steps = (found[step] for step in (*hostprofile.STEPS, *hostprofile.SCALE))
+            lines.append((row["op"], row["backend"], row["launches"], *steps, hostprofile.ratio(row)))
+    names = ("op", "backend", "launches", *hostprofile.STEPS, *hostprofile.SCALE, "ratio")
+    return pd.DataFrame(lines, columns=names).round(2).set_index(["op", "backend"])
 
 
 def runs(family: str) -> dict[str, Record]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from harness import ceilings as limits
-from harness import crosscheck, prebuild, record, stamp, throttle
+from harness import crosscheck, hostprofile, prebuild, record, stamp, throttle
 from harness.delimiters import make_delimiters
 from harness.measure import DeadContext, Plan, make_bench, measure_case
 from harness.record import Record, Row
@@ -186,7 +186,7 @@ def _ceilings(folder: Path, device: torch.device, delimiters: Any, *, resumed: b
         return run.meta["ceilings"]
     started = time.monotonic()
     measured, rows = limits.measure(device, delimiters)
-    kept = [row for row in run.rows if row["kind"] == crosscheck.KIND]
+    kept = [row for row in run.rows if row["kind"] in (crosscheck.KIND, hostprofile.KIND)]
     Record({**meta, "ceilings": measured}, [*rows, *kept]).save(path)
     echo(f"ceilings: {limits.describe(measured)}  {time.monotonic() - started:.1f} s")
     return measured
@@ -198,11 +198,29 @@ def crosscheck_into(out: str | Path | None = None, dtype: str = "fp16") -> list[
     Raises:
         NoGpu; FileNotFoundError without ceilings.json; ForeignGpu where it is another card's.
     """
+
+    def measure(device: torch.device) -> list[Row]:
+        return crosscheck.measure(device, make_delimiters(device), crosscheck.choose(all_ops().values()), dtype)
+
+    return _into_ceilings(out, dtype, crosscheck.KIND, measure)
+
+
+def host_into(out: str | Path | None = None, dtype: str = "fp16") -> list[Row]:
+    """Measures the host's steps in one call of each op's quick case; the rest as `crosscheck_into`."""
+
+    def measure(device: torch.device) -> list[Row]:
+        return hostprofile.measure(device, [(op, op.quick) for op in all_ops().values()], dtype)
+
+    return _into_ceilings(out, dtype, hostprofile.KIND, measure)
+
+
+def _into_ceilings(
+    out: str | Path | None, dtype: str, kind: str, measure: Callable[[torch.device], list[Row]]
+) -> list[Row]:
     require_gpu()
-    device = torch.device("cuda", torch.cuda.current_device())
     path = (Path(out) if out else stamp.data_dir()) / "ceilings.json"
     run = record.load(path, gpu=torch.cuda.get_device_name())
-    rows = crosscheck.measure(device, make_delimiters(device), crosscheck.choose(all_ops().values()), dtype)
-    kept = [row for row in run.rows if row["kind"] != crosscheck.KIND or row["dtype"] != dtype]
+    rows = measure(torch.device("cuda", torch.cuda.current_device()))
+    kept = [row for row in run.rows if row["kind"] != kind or row["dtype"] != dtype]
     Record(run.meta, [*kept, *rows]).save(path)
     return rows

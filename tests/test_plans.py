@@ -121,6 +121,27 @@ def test_copies_are_repeated() -> None:
     torch.testing.assert_close(plan.replay(0, other), 2 * other.T)
 
 
+def test_buffers_are_filled_where_pytorch_is_asked_to() -> None:
+    """What a kernel leaves unwritten shows as NaN in PyTorch's deterministic mode, in a replayed plan too."""
+
+    def run(a: Tensor) -> Tensor:
+        out = torch.empty((4, 5), device=a.device)
+        FILL(a, a, out[:2], 0.5)
+        return out
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    _, plan = record(("a",), (torch.randn(2, 5, device=device),), run)
+    assert plan is not None
+    other = torch.randn(2, 5, device=device)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        found = plan.run(0, other)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(found[:2], other)
+    assert found[2:].isnan().all()
+
+
 @pytest.mark.parametrize("name", list(ops()))
 def test_host_code_runs_once_for_each_kind_of_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     op = ops()[name]

@@ -44,6 +44,8 @@ Choice = Callable[["Tensors", "Tensor | None"], Tensor]
 ALIGNMENT = 16
 _MAX_KINDS = 4096
 _SIXTEEN = (torch.float16, torch.bfloat16)
+# torch.cuda.current_device() without the check that CUDA is initialised, which a tensor on the device has settled.
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def _no_saved(needs: Sequence[bool], *tensors: Tensor | None) -> tuple[Spec, ...]:
@@ -74,22 +76,29 @@ class FusedOp:
         self._implementation = cache(lambda backend: import_module(f"{package}.{backend}_impl"))
         self._choices: dict[Any, Choice] = {}
         self._calls: dict[Any, FusedCall] = {}
+        self._key = _key_function(args, (*(arg in optional for arg in args), True))
         # As torch.compile sees the op: opaque, with a fake implementation and a registered backward.
         self._library = _register(self)
 
-    def __call__(self, tensors: Tensors, scalars: Scalars = (), *, base: Tensor | None, backend: str) -> Tensor:
-        """Computes the op; raises ValueError or TypeError for bad arguments, UnsupportedCase where `backend` can't."""
-        if torch.compiler.is_compiling():
-            return self._choose(tensors, scalars, base, backend, None)(tensors, base)
-        return self._run(tensors, scalars, base, backend, None)
-
-    def _run(
-        self, tensors: Tensors, scalars: Scalars, base: Tensor | None, backend: str, out_dtype: torch.dtype | None
+    def __call__(
+        self,
+        tensors: Tensors,
+        scalars: Scalars = (),
+        *,
+        base: Tensor | None,
+        backend: str,
+        out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Checks and chooses once for each kind of call; later calls are known by their arguments' signatures."""
+        """Computes the op; raises ValueError or TypeError for bad arguments, UnsupportedCase where `backend` can't.
+
+        Checks and chooses once for each kind of call; later calls are known by their arguments' signatures.
+        `out_dtype`: the result's dtype, by default the promotion of all.
+        """
+        if torch.compiler.is_compiling():
+            return self._choose(tensors, scalars, base, backend, out_dtype)(tensors, base)
         try:
             mode = (backend, scalars, out_dtype, torch.is_grad_enabled(), _autocast(tensors))
-            key = (mode, _signature(base), *map(_signature, tensors))
+            key = self._key(mode, *tensors, base)
             choice = self._choices.get(key)
         except (AttributeError, RuntimeError):
             # No tensor, or none with plain memory: either the checks say so, or the choice holds for this call alone.
@@ -108,14 +117,14 @@ class FusedOp:
         device = self._check_devices(tensors, base)
         autocast = _autocast(tensors)
         if autocast is not None and any(t is not None and t.dtype is not autocast for t in tensors):
-            return lambda tensors, base: self._run(_cast(tensors, autocast), scalars, base, backend, out_dtype)
+            return self._cast_first(autocast, scalars, backend, out_dtype)
         compute, promoted = self._dtypes(tensors, base)
         out_dtype = out_dtype or promoted
         if base is not None and tuple(base.shape) != self.out_shape(*tensors):
             wanted = tuple(self.out_shape(*tensors))
             raise ValueError(f"{self.name}: base: got shape {tuple(base.shape)}, wanted {wanted}")
         if any(t is not None and t.dtype is not compute for t in tensors):
-            return lambda tensors, base: self._run(_cast(tensors, compute), scalars, base, backend, out_dtype)
+            return self._cast_first(compute, scalars, backend, out_dtype)
         if backend == "eager":
             return lambda tensors, base: _finish(self.eager(*tensors, *scalars), base, out_dtype)
         if backend == "compile":
@@ -131,6 +140,11 @@ class FusedOp:
         if any(needs) or (base is not None and base.requires_grad and torch.is_grad_enabled()):
             return lambda tensors, base: _Fused.apply(call, base, *tensors)
         return lambda tensors, base: call.forward(tensors, base)[0]
+
+    def _cast_first(self, dtype: torch.dtype, scalars: Scalars, backend: str, out_dtype: torch.dtype | None) -> Choice:
+        return lambda tensors, base: self(
+            _cast(tensors, dtype), scalars, base=base, backend=backend, out_dtype=out_dtype
+        )
 
     def forward(
         self,
@@ -165,7 +179,7 @@ class FusedOp:
         needs: tuple[bool, ...],
         base: Tensor | None,
     ) -> FusedCall:
-        key = (backend, scalars, out_dtype, needs, _signature(base), *map(_signature, tensors))
+        key = self._key((backend, scalars, out_dtype, needs), *tensors, base)
         call = self._calls.get(key)
         if call is None:
             call = FusedCall(self, backend, scalars, out_dtype, needs, tensors)
@@ -243,7 +257,7 @@ class FusedCall:
         """The output and what the backward wants saved."""
         plan = self.plan
         if plan is not None and self._here() and not self.watched():
-            result: tuple[Tensor, tuple[Tensor, ...]] = plan.replay(_stream(self.index), *tensors, base)
+            result: tuple[Tensor, tuple[Tensor, ...]] = plan.run(_stream(self.index), *tensors, base)
             return result
         if self.empty:
             return self._empty_forward(tensors, base)
@@ -259,10 +273,10 @@ class FusedCall:
         """A gradient for each tensor that needs one."""
         if grad.dtype is not self.compute:
             grad = grad.to(self.compute)
-        key = _signature(grad)
+        key = (grad.stride(), grad.data_ptr() % ALIGNMENT)
         plan = self.backward_plans.get(key)
         if plan is not None and self._here() and not self.watched():
-            grads: Tensors = plan.replay(_stream(self.index), grad, *tensors, *saved)
+            grads: Tensors = plan.run(_stream(self.index), grad, *tensors, *saved)
             return grads
         if self.empty:
             return tuple(
@@ -281,7 +295,7 @@ class FusedCall:
 
     def _here(self) -> bool:
         """Whether the tensors' device is the current one."""
-        return self.index is None or self.index == torch.cuda.current_device()
+        return self.index is None or self.index == _current_device()
 
     def _elsewhere(
         self, plan: Plan | None, names: tuple[str, ...], inputs: tuple[Any, ...], run: Callable[..., Any]
@@ -291,7 +305,7 @@ class FusedCall:
             if self.watched():
                 return run(*inputs), plan
             if plan is not None:
-                return plan.replay(_stream(self.index), *inputs), plan
+                return plan.run(_stream(self.index), *inputs), plan
             if names[0] in self.unplanned:
                 return run(*inputs), None
             result, plan = record(names, inputs, run)
@@ -338,13 +352,23 @@ def _backward(ctx: Any, grad: Tensor) -> Any:
 _backward_once = once_differentiable(_backward)
 
 
-def _signature(t: Tensor | None) -> Any:
-    """What the choice of a call and its launch plan depend on in an argument."""
-    if t is None:
-        return None
-    dtype = t.dtype
-    tf32 = dtype is torch.float32 and backends.allow_tf32()
-    return t.shape, t.stride(), dtype, t.device, t.requires_grad, t.data_ptr() % ALIGNMENT, tf32
+def _key_function(args: Sequence[str], optional: Sequence[bool]) -> Callable[..., Any]:
+    """key(mode, *args, base): `mode` and all that the choice of a call and its launch plan depend on in the tensors.
+
+    Written out for the op's arguments, as one flat tuple, since it is made on each call; raises AttributeError or
+    RuntimeError where an argument is no tensor with plain memory.
+    """
+    of = "{0}.shape, {0}.stride(), {0}.dtype, {0}.device, {0}.requires_grad, {0}.data_ptr() % ALIGNMENT"
+    parts = [
+        f"None if {arg} is None else ({of.format(arg)})" if maybe else of.format(arg)
+        for arg, maybe in zip((*args, "base"), optional, strict=True)
+    ]
+    first = next(arg for arg, maybe in zip(args, optional[:-1], strict=True) if not maybe)
+    tf32 = f"{first}.dtype is float32 and allow_tf32()"
+    names = {"ALIGNMENT": ALIGNMENT, "float32": torch.float32, "allow_tf32": backends.allow_tf32}
+    exec(f"def key(mode, {', '.join(args)}, base):\n    return mode, {', '.join((*parts, tf32))}", names)
+    function: Callable[..., Any] = names["key"]  # type: ignore[assignment]
+    return function
 
 
 def _autocast(tensors: Tensors) -> torch.dtype | None:
