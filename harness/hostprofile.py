@@ -7,7 +7,7 @@ the host. A step's figure is the median over the rounds.
     launch      the first kernel through the DSL's own front end: `kernel[grid](...)`, or a compiled TileLang kernel called on tensors
     handle      the same kernel from a launch plan: by its handle
     replay      the launch plan: allocations and every launch
-    forward     the public function under no_grad; what it adds to `replay` is recognising the arguments
+    forward     the public function on inputs that require no grad; what it adds to `replay` is recognising them
     with_grad   the same where the inputs require grad
     both        with `.backward(grad)`
     add, node, eager, eager_both    for scale: torch.add, an autograd.Function that computes nothing (forward + backward),
@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from statistics import median
 from typing import Any
@@ -203,7 +204,8 @@ def _scale(op: Op, leaves: Inputs, grad: Tensor) -> dict[str, Step]:
         first.grad = None
         _Node.apply(*leaves.values()).backward(seed)  # type: ignore[no-untyped-call]
 
-    return {"add": lambda: vector + vector, "node": node, "eager": eager["fwd"], "eager_both": eager["fwdbwd"]}
+    formula = partial(op.oracle, *(leaf.detach() for leaf in leaves.values()), **op.kwargs)
+    return {"add": lambda: vector + vector, "node": node, "eager": formula, "eager_both": eager["fwdbwd"]}
 
 
 def _steps(op: Op, leaves: Inputs, grad: Tensor, dsl: str) -> tuple[dict[str, Step], int]:
@@ -217,12 +219,13 @@ def _steps(op: Op, leaves: Inputs, grad: Tensor, dsl: str) -> tuple[dict[str, St
     handle = plans.record([f"a{i}" for i in range(len(launches[0].tensors))], launches[0].tensors, launches[0].again)[1]
     assert handle is not None
     stream = torch.cuda.current_stream(grad.device).cuda_stream if grad.is_cuda else 0
-    steps = {
+    run = partial(op.call, **op.kwargs, backend=dsl)
+    steps: dict[str, Step] = {
         "launch": launches[0].bare,
         "handle": lambda: handle.replay(stream, *launches[0].tensors),
         "replay": lambda: plan.replay(stream, *inputs),
-        "forward": arm["fwd"],
-        "with_grad": lambda: op.run(leaves, dsl),
+        "forward": partial(run, *(leaf.detach() for leaf in leaves.values())),
+        "with_grad": partial(run, *leaves.values()),
         "both": arm["fwdbwd"],
     }
     return steps, len(launches)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from kernels import lora
 from kernels.common import plans
 from kernels.common.fused import FusedOp
 from kernels.common.plans import Planned, planned, record
@@ -135,11 +137,36 @@ def test_buffers_are_filled_where_pytorch_is_asked_to() -> None:
     other = torch.randn(2, 5, device=device)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        found = plan.run(0, other)
+        found = plan.filled(0, other)
     finally:
         torch.use_deterministic_algorithms(False)
     torch.testing.assert_close(found[:2], other)
     assert found[2:].isnan().all()
+
+
+def test_deterministic_mode_fills_what_an_op_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness finds what is left unwritten by filling new memory: a replayed call has to take part."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    up, down = torch.randn(8, 4, device=device), torch.randn(4, 8, device=device)
+    merge = partial(lora.merge, up, down, backend="triton")
+    made: list[torch.device] = []
+
+    def empty(device: torch.device, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        made.append(device)
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    monkeypatch.setattr(plans, "_empty_on", empty)
+    wanted = merge()
+    merge()
+    assert bool(made) == (device == "cpu")
+    made.clear()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        again = merge()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert made
+    torch.testing.assert_close(again, wanted)
 
 
 @pytest.mark.parametrize("name", list(ops()))

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -44,7 +44,12 @@ Choice = Callable[["Tensors", "Tensor | None"], Tensor]
 ALIGNMENT = 16
 _MAX_KINDS = 4096
 _SIXTEEN = (torch.float16, torch.bfloat16)
-# torch.cuda.current_device() without the check that CUDA is initialised, which a tensor on the device has settled.
+# Quick forms of public functions, which stand in where a PyTorch lacks them: whether autocast is on for any device, the
+# current stream's handle, and the current device without a check that CUDA is initialised: a tensor has settled that.
+_any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+_raw_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
@@ -97,8 +102,8 @@ class FusedOp:
         if torch.compiler.is_compiling():
             return self._choose(tensors, scalars, base, backend, out_dtype)(tensors, base)
         try:
-            mode = (backend, scalars, out_dtype, torch.is_grad_enabled(), _autocast(tensors))
-            key = self._key(mode, *tensors, base)
+            autocast = _autocast(tensors) if _any_autocast() else None
+            key = self._key((backend, scalars, out_dtype, torch.is_grad_enabled(), autocast), *tensors, base)
             choice = self._choices.get(key)
         except (AttributeError, RuntimeError):
             # No tensor, or none with plain memory: either the checks say so, or the choice holds for this call alone.
@@ -139,7 +144,7 @@ class FusedOp:
         call = FusedCall(self, backend, scalars, out_dtype, needs, tensors)
         if any(needs) or (base is not None and base.requires_grad and torch.is_grad_enabled()):
             return lambda tensors, base: _Fused.apply(call, base, *tensors)
-        return lambda tensors, base: call.forward(tensors, base)[0]
+        return call.output
 
     def _cast_first(self, dtype: torch.dtype, scalars: Scalars, backend: str, out_dtype: torch.dtype | None) -> Choice:
         return lambda tensors, base: self(
@@ -245,19 +250,30 @@ class FusedCall:
         first = _first(tensors)
         self.op, self.backend, self.scalars, self.out_dtype, self.needs = op, backend, scalars, out_dtype, needs
         self.compute, self.index = first.dtype, first.device.index if first.is_cuda else None
+        # PyTorch's current stream on the tensors' device, as the driver's handle.
+        self.stream: Callable[[], int] = int if self.index is None else partial(_raw_stream, self.index)
         self.count = len(tensors)
         self.empty = any(t is not None and t.numel() == 0 for t in tensors)
-        self.watched = hooked if backend == "triton" else _unwatched
+        # Whether someone watches the launches, which only Triton's own launcher would report.
+        self.watched = hooked if backend == "triton" else None
         self.plan: Plan | None = None
         self.backward_plans: dict[Any, Plan] = {}
         # Directions whose host code no plan can hold.
         self.unplanned: set[str] = set()
 
+    def output(self, tensors: Tensors, base: Tensor | None) -> Tensor:
+        """The output alone."""
+        plan = self.plan
+        if plan is not None and (replay := self._replay(plan)):
+            out: Tensor = replay(self.stream(), *tensors, base)[0]
+            return out
+        return self.forward(tensors, base)[0]
+
     def forward(self, tensors: Tensors, base: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The output and what the backward wants saved."""
         plan = self.plan
-        if plan is not None and self._here() and not self.watched():
-            result: tuple[Tensor, tuple[Tensor, ...]] = plan.run(_stream(self.index), *tensors, base)
+        if plan is not None and (replay := self._replay(plan)):
+            result: tuple[Tensor, tuple[Tensor, ...]] = replay(self.stream(), *tensors, base)
             return result
         if self.empty:
             return self._empty_forward(tensors, base)
@@ -275,8 +291,8 @@ class FusedCall:
             grad = grad.to(self.compute)
         key = (grad.stride(), grad.data_ptr() % ALIGNMENT)
         plan = self.backward_plans.get(key)
-        if plan is not None and self._here() and not self.watched():
-            grads: Tensors = plan.run(_stream(self.index), grad, *tensors, *saved)
+        if plan is not None and (replay := self._replay(plan)):
+            grads: Tensors = replay(self.stream(), grad, *tensors, *saved)
             return grads
         if self.empty:
             return tuple(
@@ -293,19 +309,21 @@ class FusedCall:
             _remember(self.backward_plans, key, made)
         return grads
 
-    def _here(self) -> bool:
-        """Whether the tensors' device is the current one."""
-        return self.index is None or self.index == _current_device()
+    def _replay(self, plan: Plan) -> Callable[..., Any] | None:
+        """What repeats a plan here; None on a device that isn't the current one, or where someone watches."""
+        if self.index is not None and self.index != _current_device() or self.watched is not None and self.watched():
+            return None
+        return plan.filled if torch.are_deterministic_algorithms_enabled() else plan.replay
 
     def _elsewhere(
         self, plan: Plan | None, names: tuple[str, ...], inputs: tuple[Any, ...], run: Callable[..., Any]
     ) -> tuple[Any, Plan | None]:
         """The result and the plan of a call that is the first, watched, or on a device that isn't the current one."""
         with _on(self.index):
-            if self.watched():
+            if self.watched is not None and self.watched():
                 return run(*inputs), plan
-            if plan is not None:
-                return plan.run(_stream(self.index), *inputs), plan
+            if plan is not None and (replay := self._replay(plan)):
+                return replay(self.stream(), *inputs), plan
             if names[0] in self.unplanned:
                 return run(*inputs), None
             result, plan = record(names, inputs, run)
@@ -382,15 +400,6 @@ def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
     if len(known) >= _MAX_KINDS:
         known.clear()
     known[key] = value
-
-
-def _stream(index: int | None) -> int:
-    """PyTorch's current stream on a device, as the driver's handle."""
-    return 0 if index is None else torch._C._cuda_getCurrentRawStream(index)
-
-
-def _unwatched() -> bool:
-    return False
 
 
 def _register(op: FusedOp) -> Any:

@@ -47,10 +47,6 @@ class Plan:
     filled: Callable[..., Any]
     source: str
 
-    def run(self, stream: int, *inputs: Tensor | None) -> Any:
-        """What the mode that PyTorch is in asks for."""
-        return (self.filled if torch.are_deterministic_algorithms_enabled() else self.replay)(stream, *inputs)
-
 
 class Planned:
     """A kernel whose launches a plan can hold; called as what it wraps, a JIT function `kernel[grid](...)` or a callable."""
