@@ -103,9 +103,14 @@ def _sum_tile(parts, splits, offs_m, offs_n, LAYOUT: tl.constexpr, BLOCK_S: tl.c
     at = parts + offs_m.to(tl.int64)[None, :, None] * N + offs_n[None, None, :]
     mask = (offs_m < M)[None, :, None] & (offs_n < N)[None, None, :]
     acc = tl.zeros((offs_m.shape[0], offs_n.shape[0]), tl.float32)
-    for start in range(0, splits, BLOCK_S):
-        offs_s = (start + tl.arange(0, BLOCK_S))[:, None, None]
-        acc += tl.sum(tl.load(at + offs_s.to(tl.int64) * (M * N), mask=mask & (offs_s < splits), other=0.0), axis=0)
+    # Sums of sums: thousands of partials, two or so at a time, would be a chain whose error shows in float32.
+    for first in range(0, splits, 32 * BLOCK_S):
+        part = tl.zeros((offs_m.shape[0], offs_n.shape[0]), tl.float32)
+        for start in range(first, tl.minimum(first + 32 * BLOCK_S, splits), BLOCK_S):
+            offs_s = (start + tl.arange(0, BLOCK_S))[:, None, None]
+            terms = tl.load(at + offs_s.to(tl.int64) * (M * N), mask=mask & (offs_s < splits), other=0.0)
+            part += tl.sum(terms, axis=0)
+        acc += part
     return acc
 
 
