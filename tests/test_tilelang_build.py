@@ -38,10 +38,11 @@ BUILDS = [
 ]
 
 
-# LoKr's pairs (a, b, rank of w1 or 0, c, d, rank of w2), whose kernels TileLang once could not build: 128 rows of a float16
+# LoKr's (a, b, rank of w1 or 0, c, d, rank of w2), whose kernels TileLang once could not build: 128 rows of a float16
 # product, which are scaled by their largest value, and bfloat16 loads of w1's columns, each repeated.
-PAIRS = (
+LOKR = (
     ("lokr_bypass", (64, 48, 1, 128, 64, 33), torch.float16, ("forward", "backward")),
+    ("lokr_bypass", (32, 32, 0, 32, 2048, 0), torch.float16, ("apply",)),
     ("lokr", (16, 16, 4, 2048, 512, 128), torch.bfloat16, ("merge",)),
 )
 
@@ -100,12 +101,14 @@ def test_builds(case: str, arch: str, dtype: torch.dtype, monkeypatch: pytest.Mo
             assert any(access in source for access in wide), f"{factory.__name__} has no 16-byte access"
 
 
-@pytest.mark.parametrize(("op", "sizes", "dtype", "names"), PAIRS, ids=("rows", "columns"))
-def test_builds_pairs(
+@pytest.mark.parametrize(("op", "sizes", "dtype", "names"), LOKR, ids=("rows of a pair", "rows of tokens", "columns"))
+def test_builds_lokr(
     op: str, sizes: tuple[int, ...], dtype: torch.dtype, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b, rank1, c, d, rank2 = sizes
-    shapes = {"x": (77, b * d), "w1": (a, rank1), "w1_b": (rank1, b), "w2": (c, rank2), "w2_b": (rank2, d)}
+    shapes = {"x": (77, b * d), "w1": (a, rank1 or b), "w2": (c, rank2 or d)}
+    shapes |= {"w1_b": (rank1, b)} if rank1 else {}
+    shapes |= {"w2_b": (rank2, d)} if rank2 else {}
     target = Target("sm_90a")
     wanted = {k[0].__name__: k for k in recorded(op, {}, dtype, target, monkeypatch, shapes)}
     for factory, *constants in (wanted[name] for name in names):
