@@ -36,6 +36,9 @@ GPU_SHAPES = (
     (64, 64, 16, 64, 64, 128),
     (64, 48, 1, 128, 64, 33),
     (128, 64, 0, 128, 64, 0),
+    # Tiles of 128 rows: in a token's product, tile by tile, and in a pair's.
+    (32, 32, 0, 32, 2048, 0),
+    (128, 33, 1, 30, 64, 128),
 )
 Shape = tuple[int, int, int, int, int, int]
 
@@ -144,11 +147,12 @@ def test_intermediate_keeps_the_range_of_float32(b: int, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", FUSED)
 @pytest.mark.parametrize("tokens", (0, 3), ids=("merge", "bypass"))
-def test_product_of_a_pair_keeps_the_range_of_float32(tokens: int, backend: str) -> None:
+@pytest.mark.parametrize("c", (8, 128))
+def test_product_of_a_pair_keeps_the_range_of_float32(c: int, tokens: int, backend: str) -> None:
     """w2 = wa @ wb is 262,144 and the result 256; eager gives inf or nan."""
     need(backend, torch.float16)
     w1 = torch.full((2, 1), 1 / 1024, device=DEVICE).half()
-    pair = tuple(torch.full(s, 256.0, device=DEVICE).half() for s in ((8, 4), (4, 8)))
+    pair = tuple(torch.full(s, 256.0, device=DEVICE).half() for s in ((c, 4), (4, 8)))
     x = (torch.eye(8, device=DEVICE)[:tokens].half(),) if tokens else ()
     op = lokr.bypass if tokens else lokr.merge
     got = op(*x, w1, pair, backend=backend)

@@ -45,6 +45,19 @@ def to_operand_by_row(value, dtype: tl.constexpr):
         return value.to(dtype), 1.0
 
 
+@triton.jit
+def dot_add(a, b, acc, PRECISION: tl.constexpr, factor=1.0):
+    """acc + factor · a @ b, for a step of a long contraction; PRECISION as `precision` gives it.
+
+    Full float32 products are one chain of multiply-adds an element, whose error grows with its length. Each step gets a
+    chain of its own here, as in PyTorch's products: Triton turns acc + dot(a, b) into dot(a, b, acc), but leaves an fma be.
+    """
+    if a.dtype == tl.float32 and PRECISION == "ieee":
+        return tl.fma(tl.dot(a, b, input_precision=PRECISION), factor, acc)
+    else:
+        return acc + tl.dot(a, b, input_precision=PRECISION) * factor
+
+
 @planned
 @triton.jit
 def _reduce_kernel(

@@ -7,9 +7,9 @@ tokens; past the last token it computes that one again and leaves the result.
 
 from typing import Any
 
-from kernels.common.tilelang_ops import to_operand, to_operand_by_row
+from kernels.common.tilelang_ops import to_operand_by_row
 from kernels.common.tilelang_target import Dsl, Size
-from kernels.lokr.tilelang_factors import factor_operand, side_shapes, unscaled
+from kernels.lokr.tilelang_factors import factor_operand, side_shapes, to_operand, unscaled
 
 Blocks = tuple[int, int, int, int]
 

@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from kernels.common import tilelang_ops
 from kernels.common.errors import UnsupportedCase
-from kernels.common.tilelang_ops import to_operand
 from kernels.common.tilelang_target import Dsl, Size, Target, ready, sizes
 
 MAX_RANK = 256
@@ -55,8 +55,44 @@ def padded(n: int, multiple: int = 16) -> int:
     return max(1, (n + multiple - 1) // multiple) * multiple
 
 
-def load_factor(dsl: Dsl, wa: Any, wb: Any, block_r: int, out: Any, threads: int, row_of: Any, col_of: Any) -> Any:
-    """The shared float32 tile out[i, j] = factor[row_of(i), col_of(j)], zero where that is past the factor's end."""
+def to_operand(dsl: Dsl, value: Any, operand: Any, factor: Any) -> Any:
+    """As kernels.common's, for tiles of more than 64 rows too.
+
+    A warpgroup's product holds the rows 64 at a time; TileLang doesn't see that their largest value can be found across
+    threads then ("a source index depends on a thread-owned reduce segment"). Shared memory puts them one to a thread.
+    """
+    T = dsl.T
+    rows, cols = value.shape
+    if operand.dtype != "float16" or rows <= 64:
+        return tilelang_ops.to_operand(dsl, value, operand, factor)
+
+    @T.macro
+    def scaled(value, operand, factor):  # type: ignore[no-untyped-def]
+        row_top = dsl.fragment((rows,))
+        spread = dsl.shared((rows,), "float32")
+        spread_top = dsl.fragment((rows,))
+        top = dsl.fragment((1,))
+        inverse = dsl.fragment((1,))
+        T.reduce_absmax(value, row_top, dim=1)
+        T.copy(row_top, spread)
+        T.copy(spread, spread_top)
+        T.reduce_max(spread_top, top, dim=0)
+        top[0] = T.reinterpret(T.reinterpret(T.max(T.min(top[0], 1e38), 16384.0), "int32") & 0x7F800000, "float32")
+        factor[0] = top[0] * (1.0 / 16384.0)
+        inverse[0] = T.reinterpret(0x7F000000 - T.reinterpret(top[0], "int32"), "float32") * 16384.0
+        for i, j in dsl.parallel(rows, cols):
+            operand[i, j] = value[i, j] * inverse[0]
+
+    return scaled(value, operand, factor)
+
+
+def load_factor(
+    dsl: Dsl, wa: Any, wb: Any, block_r: int, out: Any, threads: int, row_of: Any, col_of: Any, repeated: bool = False
+) -> Any:
+    """The shared float32 tile out[i, j] = factor[row_of(i), col_of(j)], zero where that is past the factor's end.
+
+    `repeated`: neighbouring columns may be the same.
+    """
     T = dsl.T
     rows, cols = out.shape
     n_rows, n_cols = wa.shape[0], (wb if block_r else wa).shape[1]
@@ -69,6 +105,11 @@ def load_factor(dsl: Dsl, wa: Any, wb: Any, block_r: int, out: Any, threads: int
             inside = T.And(row_of(i) < n_rows, col_of(j) < n_cols)
             out[i, j] = T.cast(T.if_then_else(inside, wa[row_of(i), col_of(j)], zero), "float32")
 
+    def columns(*extents: Any) -> Any:
+        # Vectors of equal addresses are written as a gather, which for bfloat16 is code that no compiler takes.
+        alone = repeated and dtype == "bfloat16" and not dsl.cpu
+        return T.Parallel(*extents, coalesced_width=T.int32(1)) if alone else dsl.parallel(*extents)
+
     # A product gives every warp at least 16 rows or 8 columns of its own.
     tall, wide, deep = padded(rows), padded(cols, max(16, threads // 4)), block_r
 
@@ -80,7 +121,7 @@ def load_factor(dsl: Dsl, wa: Any, wb: Any, block_r: int, out: Any, threads: int
         for i, r in dsl.parallel(tall, deep):
             inside = T.And(row_of(i) < n_rows, r < wb.shape[0])
             left[i, r] = T.if_then_else(inside, wa[row_of(i), r], zero)
-        for r, j in dsl.parallel(deep, wide):
+        for r, j in columns(deep, wide):
             inside = T.And(r < wb.shape[0], col_of(j) < n_cols)
             right[r, j] = T.if_then_else(inside, wb[r, col_of(j)], zero)
         T.clear(product)

@@ -40,7 +40,9 @@ def merge(
             # Products of pairs are made once a block; a full factor is read where it is used.
             if BLOCK_R1:
                 w1 = dsl.shared((BLOCK_A, BLOCK_K), "float32")
-                load_factor(dsl, wa1, wb1, BLOCK_R1, w1, config.threads, lambda i: a0 + i, lambda k: (k0 + k) // RUNS)
+                load_factor(
+                    dsl, wa1, wb1, BLOCK_R1, w1, config.threads, lambda i: a0 + i, lambda k: (k0 + k) // RUNS, True
+                )
             if BLOCK_R2:
                 w2 = dsl.shared((BLOCK_C, BLOCK_K * VEC), "float32")
                 load_factor(dsl, wa2, wb2, BLOCK_R2, w2, config.threads, lambda j: c0 + j, lambda n: (k0 * VEC + n) % D)

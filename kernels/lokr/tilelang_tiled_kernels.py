@@ -6,9 +6,8 @@ the tensors are then seen as [tokens, D, B] and [tokens, C, A]. `blocks` are the
 
 from typing import Any
 
-from kernels.common.tilelang_ops import to_operand
 from kernels.common.tilelang_target import Dsl, Size
-from kernels.lokr.tilelang_factors import factor_operand, side_shapes, unscaled
+from kernels.lokr.tilelang_factors import factor_operand, side_shapes, to_operand, unscaled
 
 Blocks = tuple[int, int, int, int, int]
 

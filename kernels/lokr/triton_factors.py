@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common.plans import planned
-from kernels.common.triton_ops import precision
+from kernels.common.triton_ops import dot_add, precision
 from kernels.common.views import cdiv
 
 Layout = tuple[int, ...]
@@ -67,7 +67,7 @@ def factor_tile(
             right = wb + offs_r[:, None] * LAYOUT[5] + cols[None, :] * LAYOUT[6]
             left_tile = tl.load(left, mask=mask_m[:, None] & mask_r[None, :], other=0.0)
             right_tile = tl.load(right, mask=mask_r[:, None] & mask_n[None, :], other=0.0)
-            acc = tl.dot(left_tile, right_tile, acc, input_precision=PRECISION)
+            acc = dot_add(left_tile, right_tile, acc, PRECISION)
         return acc
 
 
@@ -103,9 +103,14 @@ def _sum_tile(parts, splits, offs_m, offs_n, LAYOUT: tl.constexpr, BLOCK_S: tl.c
     at = parts + offs_m.to(tl.int64)[None, :, None] * N + offs_n[None, None, :]
     mask = (offs_m < M)[None, :, None] & (offs_n < N)[None, None, :]
     acc = tl.zeros((offs_m.shape[0], offs_n.shape[0]), tl.float32)
-    for start in range(0, splits, BLOCK_S):
-        offs_s = (start + tl.arange(0, BLOCK_S))[:, None, None]
-        acc += tl.sum(tl.load(at + offs_s.to(tl.int64) * (M * N), mask=mask & (offs_s < splits), other=0.0), axis=0)
+    # Sums of sums: thousands of partials, two or so at a time, would be a chain whose error shows in float32.
+    for first in range(0, splits, 32 * BLOCK_S):
+        part = tl.zeros((offs_m.shape[0], offs_n.shape[0]), tl.float32)
+        for start in range(first, tl.minimum(first + 32 * BLOCK_S, splits), BLOCK_S):
+            offs_s = (start + tl.arange(0, BLOCK_S))[:, None, None]
+            terms = tl.load(at + offs_s.to(tl.int64) * (M * N), mask=mask & (offs_s < splits), other=0.0)
+            part += tl.sum(terms, axis=0)
+        acc += part
     return acc
 
 
@@ -128,7 +133,7 @@ def _pair_a(
         tile = _sum_tile(parts, splits, offs_m, offs_n, LAYOUT, BLOCK_S)
         at = wb + offs_n.to(tl.int64)[:, None] * LAYOUT[6] + offs_r[None, :] * LAYOUT[5]
         w = tl.load(at, mask=(offs_n < N)[:, None] & (offs_r < R)[None, :], other=0.0)
-        acc = tl.dot(tile, w.to(tl.float32), acc, input_precision=PRECISION)
+        acc = dot_add(tile, w.to(tl.float32), acc, PRECISION)
     at = out + offs_m.to(tl.int64)[:, None] * R + offs_r[None, :]
     tl.store(at, (acc * scale).to(out.dtype.element_ty), mask=(offs_m < M)[:, None] & (offs_r < R)[None, :])
 
@@ -152,7 +157,7 @@ def _pair_b(
         tile = _sum_tile(parts, splits, offs_m, offs_n, LAYOUT, BLOCK_S)
         at = wa + offs_m.to(tl.int64)[None, :] * LAYOUT[3] + offs_r[:, None] * LAYOUT[4]
         w = tl.load(at, mask=(offs_m < M)[None, :] & (offs_r < R)[:, None], other=0.0)
-        acc = tl.dot(w.to(tl.float32), tile, acc, input_precision=PRECISION)
+        acc = dot_add(w.to(tl.float32), tile, acc, PRECISION)
     at = out + offs_r.to(tl.int64)[:, None] * N + offs_n[None, :]
     tl.store(at, (acc * scale).to(out.dtype.element_ty), mask=(offs_r < R)[:, None] & (offs_n < N)[None, :])
 

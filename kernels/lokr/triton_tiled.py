@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common.plans import planned
-from kernels.common.triton_ops import precision, to_operand
+from kernels.common.triton_ops import dot_add, precision, to_operand
 from kernels.common.views import cdiv, sm_count
 from kernels.lokr.triton_factors import Finish, GradPlan, Layout, Side, factor_tile
 
@@ -84,13 +84,13 @@ def _apply_kernel(
             at = at_tb[:, None] + offs_d[None, :] * STRIDES_X[2]
             tile = tl.load(at, mask=mask_tb[:, None] & (offs_d < D)[None, :], other=0.0)
             w2, factor = _operand(wa2, wb2, offs_c, offs_d, LAYOUT2, BLOCK_R2, dtype, PRECISION)
-            z += tl.dot(tile, tl.trans(w2), input_precision=PRECISION) * factor
+            z = dot_add(tile, tl.trans(w2), z, PRECISION, factor)
         z_operand, factor = to_operand(z, dtype)
         by_b = tl.permute(tl.reshape(z_operand, (BLOCK_T, BLOCK_B, BLOCK_C)), (1, 0, 2))
         offs_k = start_b + tl.arange(0, BLOCK_B)
         w1, factor1 = _operand(wa1, wb1, offs_a, offs_k, LAYOUT1, BLOCK_R1, dtype, PRECISION)
-        product = tl.dot(w1, tl.reshape(by_b, (BLOCK_B, BLOCK_T * BLOCK_C)), input_precision=PRECISION)
-        acc += product * (factor * factor1)
+        right = tl.reshape(by_b, (BLOCK_B, BLOCK_T * BLOCK_C))
+        acc = dot_add(w1, right, acc, PRECISION, factor * factor1)
     acc *= scale
     columns = tl.arange(0, BLOCK_T * BLOCK_C)
     offs_tc = (start_t + columns // BLOCK_C).to(tl.int64)
@@ -138,7 +138,7 @@ def _gradient_kernel(
                 grad = tl.load(at, mask=(offs_a < A)[:, None] & mask_tc[None, :], other=0.0)
                 offs_k = start_b + tl.arange(0, BLOCK_B)
                 w1, factor = _operand(wa1, wb1, offs_a, offs_k, LAYOUT1, BLOCK_R1, dtype, PRECISION)
-                p += tl.dot(tl.trans(w1), grad, input_precision=PRECISION) * factor
+                p = dot_add(tl.trans(w1), grad, p, PRECISION, factor)
             operand, factor = to_operand(p, dtype)
             by_t = tl.permute(tl.reshape(operand, (BLOCK_B, BLOCK_T, BLOCK_C)), (1, 0, 2))
             offs_b = start_b + rows % BLOCK_B
@@ -146,7 +146,7 @@ def _gradient_kernel(
             at = x + (offs_tb * STRIDES_X[0] + offs_b * STRIDES_X[1])[:, None] + offs_d[None, :] * STRIDES_X[2]
             right = tl.load(at, mask=mask_tb[:, None] & (offs_d < D)[None, :], other=0.0)
             left = tl.trans(tl.reshape(by_t, (BLOCK_T * BLOCK_B, BLOCK_C)))
-            acc += tl.dot(left, right, input_precision=PRECISION) * factor
+            acc = dot_add(left, right, acc, PRECISION, factor)
     offs_c = start_c + tl.arange(0, BLOCK_C)
     at = parts + (pid_s.to(tl.int64) * C + offs_c[:, None]) * D + offs_d[None, :]
     tl.store(at, (acc * scale).to(parts.dtype.element_ty), mask=(offs_c < C)[:, None] & (offs_d < D)[None, :])
