@@ -46,14 +46,16 @@ def to_operand_by_row(value, dtype: tl.constexpr):
 
 
 @triton.jit
-def dot_add(a, b, acc, PRECISION: tl.constexpr, factor=1.0):
-    """acc + factor · a @ b, for a step of a long contraction; PRECISION as `precision` gives it.
+def dot_add(a, b, acc, PRECISION: tl.constexpr, factor=None):
+    """acc + factor · a @ b (factor None: 1), for a step of a long contraction; PRECISION as `precision` gives it.
 
     Full float32 products are one chain of multiply-adds an element, whose error grows with its length. Each step gets a
     chain of its own here, as in PyTorch's products: Triton turns acc + dot(a, b) into dot(a, b, acc), but leaves an fma be.
     """
     if a.dtype == tl.float32 and PRECISION == "ieee":
-        return tl.fma(tl.dot(a, b, input_precision=PRECISION), factor, acc)
+        return tl.fma(tl.dot(a, b, input_precision=PRECISION), 1.0 if factor is None else factor, acc)
+    elif factor is None:
+        return tl.dot(a, b, acc, input_precision=PRECISION)
     else:
         return acc + tl.dot(a, b, input_precision=PRECISION) * factor
 

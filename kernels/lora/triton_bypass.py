@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common.plans import planned
-from kernels.common.triton_ops import precision, reduce_partials, to_operand
+from kernels.common.triton_ops import dot_add, precision, reduce_partials, to_operand
 from kernels.common.views import cdiv, rows, sm_count
 from kernels.lora.triton_merge import Dual, dual, dual_config, rank_block, rows_product
 
@@ -195,7 +195,7 @@ def _down_backward_kernel(
             value = tl.dot(operand, d, input_precision=PRECISION) * (factor * scale)
             tl.store(grad_x + rows_t * n_i + offs_i[None, :], value.to(grad_x.dtype.element_ty), mask=mask)
         if NEED_DOWN:
-            acc += tl.dot(tl.trans(operand), tile, input_precision=PRECISION) * factor
+            acc = dot_add(tl.trans(operand), tile, acc, PRECISION, factor)
     if NEED_DOWN:
         at = (pid_t * n_r + offs_r.to(tl.int64)[:, None]) * n_i + offs_i[None, :]
         tl.store(

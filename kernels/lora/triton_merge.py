@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.common.errors import UnsupportedCase
 from kernels.common.plans import planned
-from kernels.common.triton_ops import precision, reduce_partials, to_operand
+from kernels.common.triton_ops import dot_add, precision, reduce_partials, to_operand
 from kernels.common.views import cdiv, rows, sm_count
 
 MAX_RANK = 256
@@ -143,7 +143,7 @@ def _pair_columns(
         tile = tl.load(
             g + rows_m[:, None] * stride_gm + offs_n[None, :], mask=mask_m[:, None] & mask_n[None, :], other=0.0
         )
-        acc = tl.dot(l, tile, acc, input_precision=PRECISION)
+        acc = dot_add(l, tile, acc, PRECISION)
     at = out + offs_r.to(tl.int64)[:, None] * n_n + offs_n[None, :]
     tl.store(at, (acc * scale).to(out.dtype.element_ty), mask=mask_r[:, None] & mask_n[None, :])
 
@@ -164,7 +164,7 @@ def rows_product(
             mask=mask_i[:, None] & mask_r[None, :],
             other=0.0,
         )
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        acc = dot_add(a, b, acc, PRECISION)
     return acc
 
 
@@ -205,10 +205,10 @@ def _dual_kernel(
         if NEED_LEFT:
             l = tl.load(left + rows_m[:, None] * stride_lm + offs_r[None, :] * stride_lr, mask=mask_mr, other=0.0)
             if l.dtype == dtype:
-                acc = tl.dot(tl.trans(l), tile, acc, input_precision=PRECISION)
+                acc = dot_add(tl.trans(l), tile, acc, PRECISION)
             else:
                 operand, factor = to_operand(l, dtype)
-                acc += tl.dot(tl.trans(operand), tile, input_precision=PRECISION) * factor
+                acc = dot_add(tl.trans(operand), tile, acc, PRECISION, factor)
     if NEED_LEFT:
         part = left_parts + pid_m.to(tl.int64) * n_r * n_n
         at = part + offs_r.to(tl.int64)[:, None] * stride_pr + offs_n.to(tl.int64)[None, :] * stride_pn
