@@ -63,6 +63,8 @@ def expand(dsl: Dsl, *, I: Size, O: Size, R: Size, RANK: int, dtype: str, config
             pairs_tile = dsl.shared((P, BLOCK_N), dtype)
             top1 = dsl.shared((RANK,), "float32")
             top2 = dsl.shared((RANK,), "float32")
+            inverse1 = dsl.shared((RANK,), "float32")
+            inverse2 = dsl.shared((RANK,), "float32")
             load(f1, first, tile1)
             load(f2, first, tile2)
             if scaled:
@@ -82,12 +84,14 @@ def expand(dsl: Dsl, *, I: Size, O: Size, R: Size, RANK: int, dtype: str, config
                 T.copy(top, top1)
                 dsl.reduce_max(most2, top, 1 if by_rank else 0)
                 T.copy(top, top2)
+                for r in dsl.parallel(RANK):
+                    inverse1[r] = inverse_of(T, top1[r], 6)
+                    inverse2[r] = inverse_of(T, top2[r], 7)
             for p, n in dsl.parallel(P, BLOCK_N):
                 value1 = T.cast(tile1[p // RANK, n] if by_rank else tile1[n, p // RANK], "float32")
                 value2 = T.cast(tile2[p % RANK, n] if by_rank else tile2[n, p % RANK], "float32")
                 if scaled:
-                    scale1 = inverse_of(T, top1[p // RANK], 6)
-                    pairs_tile[p, n] = T.cast((value1 * scale1) * (value2 * inverse_of(T, top2[p % RANK], 7)), dtype)
+                    pairs_tile[p, n] = T.cast((value1 * inverse1[p // RANK]) * (value2 * inverse2[p % RANK]), dtype)
                 else:
                     pairs_tile[p, n] = T.cast(value1 * value2, dtype)
             T.copy(pairs_tile, out[0, first])

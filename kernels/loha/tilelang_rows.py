@@ -5,7 +5,6 @@ A factory in the sense of `kernels.common.tilelang_target`.
 
 from typing import Any
 
-from kernels.common.tilelang_ops import to_operand_by_row
 from kernels.common.tilelang_target import Dsl, Size
 
 
@@ -45,27 +44,41 @@ def row_backward(
                 T.copy(factor[0, at], tile)
 
         @T.macro
-        def add(value, tile, operand, top, factor, inverse, added, r_tile, acc):  # type: ignore[no-untyped-def]
+        def add(value, tile, operand, top, inverse, factor, r_tile, acc):  # type: ignore[no-untyped-def]
+            # acc · factor + value @ rᵀ, with the power of two that a row of float16 is divided by, which only grows.
             for m, n in dsl.parallel(BLOCK_M, BLOCK_N):
                 value[m, n] *= T.cast(tile[m, n] if is_up else tile[n, m], "float32")
-            to_operand_by_row(dsl, value, operand, top, factor, inverse)
             if dtype == "float16":
-                T.clear(added)
-                dsl.gemm(operand, r_tile, added, transpose_b=is_up, tall=tall)
+                T.reduce_absmax(value, top, dim=1)
+                for m in dsl.parallel(BLOCK_M):
+                    top[m] = T.max(
+                        T.reinterpret(T.reinterpret(T.min(top[m], 1e38), "int32") & 0x7F800000, "float32")
+                        * (1.0 / 16384.0),
+                        factor[m],
+                    )
+                for m in dsl.parallel(BLOCK_M):
+                    inverse[m] = T.reinterpret(0x7F000000 - T.reinterpret(top[m], "int32"), "float32")
+                for m, n in dsl.parallel(BLOCK_M, BLOCK_N):
+                    operand[m, n] = value[m, n] * inverse[m]
+                for m in dsl.parallel(BLOCK_M):
+                    inverse[m] *= factor[m]
                 for m, r in dsl.parallel(BLOCK_M, BLOCK_R):
-                    acc[m, r] += added[m, r] * factor[m]
+                    acc[m, r] *= inverse[m]
+                for m in dsl.parallel(BLOCK_M):
+                    factor[m] = top[m]
             else:
-                dsl.gemm(operand, r_tile, acc, transpose_b=is_up, tall=tall)
+                T.copy(value, operand)
+            dsl.gemm(operand, r_tile, acc, transpose_b=is_up, tall=tall)
 
         @T.macro
-        def store(acc, out, at, first):  # type: ignore[no-untyped-def]
+        def store(acc, factor, out, at, first):  # type: ignore[no-untyped-def]
             for m, r in dsl.parallel(BLOCK_M, BLOCK_R):
                 if is_up:
                     if first + m < O and r < R:
-                        out[at, first + m, r] = acc[m, r] * scale
+                        out[at, first + m, r] = acc[m, r] * (factor[m] * scale)
                 else:
                     if first + m < I and r < R:
-                        out[at, r, first + m] = acc[m, r] * scale
+                        out[at, r, first + m] = acc[m, r] * (factor[m] * scale)
 
         @T.macro
         def sums(block, part):  # type: ignore[no-untyped-def]
@@ -76,14 +89,15 @@ def row_backward(
             tile = dsl.shared((BLOCK_M, BLOCK_N) if is_up else (BLOCK_N, BLOCK_M), dtype)
             value = dsl.fragment((BLOCK_M, BLOCK_N))
             operand = (dsl.fragment if tall else dsl.shared)((BLOCK_M, BLOCK_N), dtype)
-            top, factor, inverse = (dsl.fragment((BLOCK_M,)) for _ in range(3))
-            added = dsl.fragment((BLOCK_M, BLOCK_R))
+            top, inverse, factor1, factor2 = (dsl.fragment((BLOCK_M,)) for _ in range(4))
             acc1 = dsl.fragment((BLOCK_M, BLOCK_R))
             acc2 = dsl.fragment((BLOCK_M, BLOCK_R))
             load(left[0], block * BLOCK_M, is_up, l1_tile)
             load(left[1], block * BLOCK_M, is_up, l2_tile)
             T.clear(acc1)
             T.clear(acc2)
+            T.fill(factor1, 1.0)
+            T.fill(factor2, 1.0)
             for step in dsl.pipelined(span, config.stages):
                 n = (part * span + step) * BLOCK_N
                 if is_up:
@@ -95,15 +109,15 @@ def row_backward(
                 if need1:
                     T.clear(value)
                     dsl.gemm(l2_tile, r2_tile, value, transpose_a=not is_up, transpose_b=not is_up, tall=tall)
-                    add(value, tile, operand, top, factor, inverse, added, r1_tile, acc1)
+                    add(value, tile, operand, top, inverse, factor1, r1_tile, acc1)
                 if need2:
                     T.clear(value)
                     dsl.gemm(l1_tile, r1_tile, value, transpose_a=not is_up, transpose_b=not is_up, tall=tall)
-                    add(value, tile, operand, top, factor, inverse, added, r2_tile, acc2)
+                    add(value, tile, operand, top, inverse, factor2, r2_tile, acc2)
             if need1:
-                store(acc1, outs[0], part * count, block * BLOCK_M)
+                store(acc1, factor1, outs[0], part * count, block * BLOCK_M)
             if need2:
-                store(acc2, outs[1], part * count + (need1 if split else 0), block * BLOCK_M)
+                store(acc2, factor2, outs[1], part * count + (need1 if split else 0), block * BLOCK_M)
 
         # A macro renames the kernel's scalars that are its arguments, and two of one name don't compile.
         return sums(block, part)
