@@ -23,7 +23,7 @@ class Expand:
     """Launch of `expand`: a block makes `block_n` columns of all pairs; it looks for the largest by `chunk`."""
 
     block_n: int = 64
-    chunk: int = 512
+    chunk: int = 1024
     threads: int = 256
     passes: tuple[str, ...] = _PLAIN
 

@@ -30,7 +30,9 @@ def row_backward(
     up_dtype, down_dtype = "float32" if up_split else dtype, "float32" if down_split else dtype
     tall = _in_registers(dsl, BLOCK_M, config.threads, dtype)
 
-    def walk(is_up: bool, block: Any, part: Any, span: int, scale: Any, g: Any, left: Any, right: Any, outs: Any) -> Any:
+    def walk(
+        is_up: bool, block: Any, part: Any, span: int, scale: Any, g: Any, left: Any, right: Any, outs: Any
+    ) -> Any:
         """The sums over a span of G's columns (`is_up`), or of its rows, for BLOCK_M rows, or columns."""
         need1, need2 = (need_up1, need_up2) if is_up else (need_down1, need_down2)
         split = up_split if is_up else down_split

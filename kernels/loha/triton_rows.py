@@ -33,27 +33,6 @@ class Rows:
     span: int
     num_warps: int
     num_stages: int
-    running: bool = True
-
-
-@triton.jit
-def _add_rows(acc, factor, value, right, dtype: tl.constexpr, RUNNING: tl.constexpr, PRECISION: tl.constexpr):
-    """(acc · factor + value @ right) / factor' and factor'[rows, 1], a power of two a row that only grows.
-
-    float16 rows of `value` whose largest entry passes 2^14 are divided by it, so that nothing finite becomes inf. A row
-    lies in one warp, and the sum is the product's own accumulator: no barrier and no registers for a product apart.
-    """
-    if not RUNNING:
-        operand, own = to_operand_by_row(value, dtype)
-        return acc + tl.dot(operand, right, input_precision=PRECISION) * own, factor
-    elif dtype == tl.float16:
-        top = tl.minimum(tl.max(tl.abs(value), axis=1, keep_dims=True), 1e38)
-        exponent = tl.maximum(top, 16384.0).to(tl.int32, bitcast=True) & 0x7F800000
-        new = tl.maximum(exponent.to(tl.float32, bitcast=True) * (1.0 / 16384.0), factor)
-        inverse = (0x7F000000 - new.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-        return tl.dot((value * inverse).to(dtype), right, acc * (factor * inverse)), new
-    else:
-        return tl.dot(value.to(dtype), right, acc, input_precision=PRECISION), factor
 
 
 @triton.jit
@@ -61,8 +40,7 @@ def _row_sums(
     block, part, g, l1, r1, l2, r2, out1, out2, n_m, n_n, n_r, span, scale,
     stride_gm, stride_gn, stride_l1m, stride_l1r, stride_r1r, stride_r1n, stride_l2m, stride_l2r, stride_r2r, stride_r2n,
     stride_om, stride_or, stride_part,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, RUNNING: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out1[part, m] = scale · Σ_n (g ∘ (l2 @ r2))[m, n] · r1[:, n] over the part-th span; out2 with 1 and 2 swapped."""
     offs_m = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -74,8 +52,6 @@ def _row_sums(
     u2 = load_up(l2, rows_m, mask_m, offs_r, n_r, stride_l2m, stride_l2r)
     acc1 = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
     acc2 = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-    factor1 = tl.full((BLOCK_M, 1), 1.0, tl.float32)
-    factor2 = tl.full((BLOCK_M, 1), 1.0, tl.float32)
     start = part * span
     stop = tl.minimum(start + span, n_n)
     for n in range(start, stop, BLOCK_N):
@@ -87,17 +63,17 @@ def _row_sums(
         d1 = load_down(r1, rows_n, mask_n, offs_r, n_r, stride_r1r, stride_r1n)
         d2 = load_down(r2, rows_n, mask_n, offs_r, n_r, stride_r2r, stride_r2n)
         if out1 is not None:
-            value = tile * tl.dot(u2, d2, input_precision=PRECISION)
-            acc1, factor1 = _add_rows(acc1, factor1, value, tl.trans(d1), dtype, RUNNING, PRECISION)
+            operand, factor = to_operand_by_row(tile * tl.dot(u2, d2, input_precision=PRECISION), dtype)
+            acc1 += tl.dot(operand, tl.trans(d1), input_precision=PRECISION) * factor
         if out2 is not None:
-            value = tile * tl.dot(u1, d1, input_precision=PRECISION)
-            acc2, factor2 = _add_rows(acc2, factor2, value, tl.trans(d2), dtype, RUNNING, PRECISION)
+            operand, factor = to_operand_by_row(tile * tl.dot(u1, d1, input_precision=PRECISION), dtype)
+            acc2 += tl.dot(operand, tl.trans(d2), input_precision=PRECISION) * factor
     at = part.to(tl.int64) * stride_part + rows_m[:, None] * stride_om + offs_r[None, :] * stride_or
     mask = mask_m[:, None] & (offs_r < n_r)[None, :]
     if out1 is not None:
-        tl.store(out1 + at, (acc1 * (factor1 * scale)).to(out1.dtype.element_ty), mask=mask)
+        tl.store(out1 + at, (acc1 * scale).to(out1.dtype.element_ty), mask=mask)
     if out2 is not None:
-        tl.store(out2 + at, (acc2 * (factor2 * scale)).to(out2.dtype.element_ty), mask=mask)
+        tl.store(out2 + at, (acc2 * scale).to(out2.dtype.element_ty), mask=mask)
 
 
 @planned
@@ -106,8 +82,7 @@ def _rows_kernel(
     g, up1, down1, up2, down2, out_up1, out_down1, out_up2, out_down2, n_o, n_i, n_r, span, up_group, down_group,
     up_scale, down_scale, up_part, down_part, stride_go,
     stride_u1o, stride_u1r, stride_d1r, stride_d1i, stride_u2o, stride_u2r, stride_d2r, stride_d2i,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, RUNNING: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     group = pid // (up_group + down_group)
@@ -118,13 +93,13 @@ def _rows_kernel(
         _row_sums(
             pid // spans, pid % spans, g, up1, down1, up2, down2, out_up1, out_up2, n_o, n_i, n_r, span, up_scale, stride_go, 1,
             stride_u1o, stride_u1r, stride_d1r, stride_d1i, stride_u2o, stride_u2r, stride_d2r, stride_d2i,
-            n_r, 1, up_part, BLOCK_M, BLOCK_N, BLOCK_R, RUNNING, PRECISION,
+            n_r, 1, up_part, BLOCK_M, BLOCK_N, BLOCK_R, PRECISION,
         )  # fmt: skip
     else:
         _row_sums(
             pid - up_group, group, g, down1, up1, down2, up2, out_down1, out_down2, n_i, n_o, n_r, span, down_scale,
             1, stride_go, stride_d1i, stride_d1r, stride_u1r, stride_u1o, stride_d2i, stride_d2r, stride_u2r, stride_u2o,
-            1, n_i, down_part, BLOCK_M, BLOCK_N, BLOCK_R, RUNNING, PRECISION,
+            1, n_i, down_part, BLOCK_M, BLOCK_N, BLOCK_R, PRECISION,
         )  # fmt: skip
 
 
@@ -162,7 +137,7 @@ def row_backward(
         up_group, down_group, up_scale, down_scale, 0 if up_parts is None else up_parts.stride(0),
         0 if down_parts is None else down_parts.stride(0), g.stride(0),
         *up1.stride(), *down1.stride(), *up2.stride(), *down2.stride(),
-        config.block_m, config.block_n, rank_block(op, n_r), config.running, precision(g.dtype),
+        config.block_m, config.block_n, rank_block(op, n_r), precision(g.dtype),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     reduce_grads((up_parts, down_parts), (ups, downs), scale)
