@@ -91,15 +91,20 @@ def row_backward(
             tile = dsl.shared((BLOCK_M, BLOCK_N) if is_up else (BLOCK_N, BLOCK_M), dtype)
             value = dsl.fragment((BLOCK_M, BLOCK_N))
             operand = (dsl.fragment if tall else dsl.shared)((BLOCK_M, BLOCK_N), dtype)
-            top, inverse, factor1, factor2 = (dsl.fragment((BLOCK_M,)) for _ in range(4))
-            acc1 = dsl.fragment((BLOCK_M, BLOCK_R))
-            acc2 = dsl.fragment((BLOCK_M, BLOCK_R))
+            top, inverse = (dsl.fragment((BLOCK_M,)) for _ in range(2))
             load(left[0], block * BLOCK_M, is_up, l1_tile)
             load(left[1], block * BLOCK_M, is_up, l2_tile)
-            T.clear(acc1)
-            T.clear(acc2)
-            T.fill(factor1, 1.0)
-            T.fill(factor2, 1.0)
+            # Only what is used: TileLang finds no layout for registers that are merely cleared.
+            if need1:
+                factor1 = dsl.fragment((BLOCK_M,))
+                acc1 = dsl.fragment((BLOCK_M, BLOCK_R))
+                T.clear(acc1)
+                T.fill(factor1, 1.0)
+            if need2:
+                factor2 = dsl.fragment((BLOCK_M,))
+                acc2 = dsl.fragment((BLOCK_M, BLOCK_R))
+                T.clear(acc2)
+                T.fill(factor2, 1.0)
             for step in dsl.pipelined(span, config.stages):
                 n = (part * span + step) * BLOCK_N
                 if is_up:
