@@ -96,6 +96,49 @@ def test_merge_gradients_keep_float32s_range(backend: str) -> None:
     assert not eager["up1"].isfinite().all()
 
 
+# (block_m, block_n, span): sums in one span and in several, and more spans of rows than of columns.
+TWO_PASSES = ((16, 32, 128), (32, 16, 32), (16, 16, 80))
+NEEDS = ((True,) * 4, (True, False, False, False), (False, True, False, True))
+
+
+@pytest.mark.parametrize("backend", FUSED)
+@pytest.mark.parametrize("launch", TWO_PASSES)
+@pytest.mark.parametrize("needs", NEEDS, ids=("all", "up1", "downs"))
+def test_two_pass_backward(needs: tuple[bool, ...], launch: tuple[int, int, int], backend: str) -> None:
+    """The backward without large partials, in spans that no size divides, of the gradients that are asked for."""
+    need(backend, torch.float32)
+    if backend == "triton":
+        from kernels.loha.triton_merge import Rows as TritonRows
+        from kernels.loha.triton_merge import merge_backward as backward
+
+        config = TritonRows(*launch, 4, 2)
+    else:
+        from kernels.loha.tilelang_merge_launch import Rows
+        from kernels.loha.tilelang_merge_launch import merge_backward as backward
+
+        config = Rows(*launch)
+    values, grad = make((100, 90, 5)), torch.randn(100, 90, device=DEVICE)
+    grads = backward(grad, *values.values(), 0.5, saved=(), needs=needs, config=config)
+    assert [t is not None for t in grads] == list(needs)
+    wanted = exact(merge_reference, values, grad * 0.5)
+    got = {name: t for name, t in zip(values, grads, strict=True) if t is not None}
+    assert_close(got, {name: wanted[name] for name in got}, FLOAT32_LIMIT)
+
+
+def test_two_pass_backward_keeps_float32s_range() -> None:
+    """As `test_merge_gradients_keep_float32s_range`, with rows of G that differ by 2^12 in size."""
+    need("triton", torch.float16)
+    from kernels.loha.triton_merge import Rows, merge_backward
+
+    fill = {"up1": 2**-4, "down1": 2**-12, "up2": 2**5, "down2": 2**4}
+    values = {name: t.half() * fill[name] for name, t in make((48, 80, 4)).items()}
+    grad = torch.randn(48, 80, device=DEVICE).half() * 2**7
+    grad[::2] /= 2**12
+    grad[:, 32:] *= 2
+    got = merge_backward(grad, *values.values(), 1.0, saved=(), needs=(True,) * 4, config=Rows(16, 16, 48, 4, 2))
+    assert_close({"up1": got[0]}, {"up1": exact(merge_reference, values, grad)["up1"]}, 4.0)
+
+
 @pytest.mark.parametrize("backend", FUSED)
 @pytest.mark.parametrize("scale", (2.0**-8, 2.0**8))
 def test_pairs_of_small_and_large_ranks(scale: float, backend: str) -> None:

@@ -142,3 +142,19 @@ def test_shared_memory_fits_every_card() -> None:
                 if isinstance(config, Pair):
                     widest = max(config.block_m, config.block_n) + rank
                     assert config.stages >= 2 and 2 * config.stages * widest * config.block_k <= target.shared_bytes
+
+
+@pytest.mark.parametrize("two_passes", (False, True), ids=("strips", "rows"))
+def test_loha_backward_of_one_gradient(two_passes: bool) -> None:
+    """Registers for the gradients that are not asked for would have no layout."""
+    from kernels.loha import tilelang_merge, tilelang_rows
+    from kernels.loha.tilelang_merge_launch import MergeBackward, Rows
+
+    same = {"I": 192, "R": 16, "BLOCK_R": 16, "dtype": "float16", "needs": (True, False, False, False)}
+    if two_passes:
+        spans = {"up_split": False, "down_split": False, "up_spans": 1, "up_steps": 3, "down_steps": 1}
+        kernel = compiled(tilelang_rows.row_backward, Target("sm_90a"), **same, **spans, config=Rows(64, 64, 0))
+    else:
+        config = MergeBackward(64, 64, 128)
+        kernel = compiled(tilelang_merge.factor_backward, Target("sm_90a"), **same, has_x=False, config=config)
+    assert "wgmma_ss" in kernel.get_kernel_source(kernel_only=True)

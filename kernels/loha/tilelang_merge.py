@@ -95,7 +95,7 @@ def factor_share(
     scaled = up.dtype == "float16"
 
     @T.macro
-    def share(product, up, down, down_acc, up_parts, part, row):  # type: ignore[no-untyped-def]
+    def share(product, up, down, up_parts, part, row):  # type: ignore[no-untyped-def]
         operand = dsl.shared((rows, cols), up.dtype)
         factor = dsl.shared((1,), "float32")
         to_operand(dsl, product, operand, factor)
@@ -116,7 +116,7 @@ def factor_share(
             else:
                 dsl.gemm(operand, up, down_acc, transpose_a=True)
 
-    return share(product, up, down, down_acc, up_parts, part, row)
+    return share(product, up, down, up_parts, part, row)
 
 
 def factor_backward(
@@ -163,12 +163,15 @@ def factor_backward(
             down2_tile = dsl.shared((BLOCK_R, BLOCK_I), dtype)
             tile = dsl.fragment((BLOCK_O, BLOCK_I)) if has_x else dsl.shared((BLOCK_O, BLOCK_I), dtype)
             product = dsl.fragment((BLOCK_O, BLOCK_I))
-            acc1 = dsl.fragment((BLOCK_I, BLOCK_R))
-            acc2 = dsl.fragment((BLOCK_I, BLOCK_R))
             T.copy(down1[0, pid_i * BLOCK_I], down1_tile)
             T.copy(down2[0, pid_i * BLOCK_I], down2_tile)
-            T.clear(acc1)
-            T.clear(acc2)
+            # Only what is used: TileLang finds no layout for registers that are merely cleared.
+            if need_down1:
+                acc1 = dsl.fragment((BLOCK_I, BLOCK_R))
+                T.clear(acc1)
+            if need_down2:
+                acc2 = dsl.fragment((BLOCK_I, BLOCK_R))
+                T.clear(acc2)
             for step in dsl.pipelined(SPAN // BLOCK_O, 0 if has_x else config.stages):
                 o = pid_s * SPAN + step * BLOCK_O
                 if has_x:
@@ -182,7 +185,7 @@ def factor_backward(
                     dsl.gemm(up2_tile, down2_tile, product)
                     times(product, tile)
                     factor_share(
-                        dsl, product, up1_tile, down1_tile, acc1, up_parts, pid_i * (need_up1 + need_up2), o,
+                        dsl, product, up1_tile, down1_tile, acc1 if need_down1 else None, up_parts, pid_i * (need_up1 + need_up2), o,
                         (need_up1, need_down1),
                     )  # fmt: skip
                 if need_up2 or need_down2:
@@ -190,7 +193,7 @@ def factor_backward(
                     dsl.gemm(up1_tile, down1_tile, product)
                     times(product, tile)
                     factor_share(
-                        dsl, product, up2_tile, down2_tile, acc2, up_parts, pid_i * (need_up1 + need_up2) + need_up1, o,
+                        dsl, product, up2_tile, down2_tile, acc2 if need_down2 else None, up_parts, pid_i * (need_up1 + need_up2) + need_up1, o,
                         (need_up2, need_down2),
                     )  # fmt: skip
             if need_down1:

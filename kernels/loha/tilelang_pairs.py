@@ -26,70 +26,100 @@ def inverse_of(T: Any, top: Any, log: int) -> Any:
     return T.reinterpret(0x7F000000 - _exponent(T, top, log), "float32") * 2.0**log
 
 
-def expand(dsl: Dsl, *, N: Size, R: Size, RANK: int, dtype: str, by_rank: bool, config: Any) -> Any:
-    """out[p, n] = f1[r, n] · f2[s, n] / factors[p]; f1 and f2 are [R, N] (`by_rank`) or [N, R]."""
+def expand(dsl: Dsl, *, I: Size, O: Size, R: Size, RANK: int, dtype: str, config: Any) -> Any:
+    """d[p, i] = down1[r, i] · down2[s, i] / factors[0, p] and u[p, o] = up1[o, r] · up2[o, s] / factors[1, p].
+
+    Each block looks for the largest entry of every rank by itself, with both factors' loads in flight at once.
+    """
     T = dsl.T
-    N, R = dsl.size("N", N), dsl.size("R", R)
+    I, O, R = dsl.size("I", I), dsl.size("O", O), dsl.size("R", R)
     BLOCK_N, CHUNK = config.block_n, config.chunk
     scaled = dtype == "float16"
     P = RANK * RANK
 
-    @T.macro
-    def load(f, first, tile):  # type: ignore[no-untyped-def]
-        if by_rank:
-            T.copy(f[0, first], tile)
-        else:
-            T.copy(f[first, 0], tile)
+    def fill(first: Any, f1: Any, f2: Any, out: Any, factors: Any, row: int) -> Any:
+        by_rank = row == 0
+        count = f1.shape[1] if by_rank else f1.shape[0]
+        chunk_shape = (RANK, CHUNK) if by_rank else (CHUNK, RANK)
+        tile_shape = (RANK, BLOCK_N) if by_rank else (BLOCK_N, RANK)
 
-    @T.macro
-    def find_top(f, chunk, most, top, top_tile):  # type: ignore[no-untyped-def]
-        # The largest finite |f[r, :]| of each rank.
-        T.clear(most)
-        for step in T.serial(T.ceildiv(N, CHUNK)):
-            load(f, step * CHUNK, chunk)
-            for r, n in dsl.parallel(RANK, CHUNK):
-                value = T.abs(T.cast(chunk[r, n] if by_rank else chunk[n, r], "float32"))
-                most[r, n] = T.max(most[r, n], T.if_then_else(value <= 65504.0, value, 0.0))
-        dsl.reduce_max(most, top, 1)
-        T.copy(top, top_tile)
+        @T.macro
+        def load(f, first, tile):  # type: ignore[no-untyped-def]
+            if by_rank:
+                T.copy(f[0, first], tile)
+            else:
+                T.copy(f[first, 0], tile)
 
-    @T.prim_func
-    def kernel(
-        f1: T.Tensor((R, N) if by_rank else (N, R), dtype),
-        f2: T.Tensor((R, N) if by_rank else (N, R), dtype),
-        out: T.Tensor((P, N), dtype),
-        factors: T.Tensor((P,), "float32"),
-    ):
-        T.annotate_pass_configs(dsl.passes(config.passes))
-        with T.Kernel(T.ceildiv(N, BLOCK_N), threads=config.threads) as pid:
-            tile1 = dsl.shared((RANK, BLOCK_N) if by_rank else (BLOCK_N, RANK), dtype)
-            tile2 = dsl.shared((RANK, BLOCK_N) if by_rank else (BLOCK_N, RANK), dtype)
+        @T.macro
+        def find_top(chunk, most):  # type: ignore[no-untyped-def]
+            for i, j in dsl.parallel(*chunk_shape):
+                value = T.abs(T.cast(chunk[i, j], "float32"))
+                most[i, j] = T.max(most[i, j], T.if_then_else(value <= 65504.0, value, 0.0))
+
+        @T.macro
+        def block(first):  # type: ignore[no-untyped-def]
+            tile1 = dsl.shared(tile_shape, dtype)
+            tile2 = dsl.shared(tile_shape, dtype)
             pairs_tile = dsl.shared((P, BLOCK_N), dtype)
             top1 = dsl.shared((RANK,), "float32")
             top2 = dsl.shared((RANK,), "float32")
+            inverse1 = dsl.shared((RANK,), "float32")
+            inverse2 = dsl.shared((RANK,), "float32")
+            load(f1, first, tile1)
+            load(f2, first, tile2)
             if scaled:
-                chunk = dsl.shared((RANK, CHUNK) if by_rank else (CHUNK, RANK), dtype)
-                most = dsl.fragment((RANK, CHUNK))
+                chunk1 = dsl.fragment(chunk_shape, dtype)
+                chunk2 = dsl.fragment(chunk_shape, dtype)
+                most1 = dsl.fragment(chunk_shape)
+                most2 = dsl.fragment(chunk_shape)
                 top = dsl.fragment((RANK,))
-                find_top(f1, chunk, most, top, top1)
-                find_top(f2, chunk, most, top, top2)
-            load(f1, pid * BLOCK_N, tile1)
-            load(f2, pid * BLOCK_N, tile2)
+                T.clear(most1)
+                T.clear(most2)
+                for step in T.serial(T.ceildiv(count, CHUNK)):
+                    load(f1, step * CHUNK, chunk1)
+                    load(f2, step * CHUNK, chunk2)
+                    find_top(chunk1, most1)
+                    find_top(chunk2, most2)
+                dsl.reduce_max(most1, top, 1 if by_rank else 0)
+                T.copy(top, top1)
+                dsl.reduce_max(most2, top, 1 if by_rank else 0)
+                T.copy(top, top2)
+                for r in dsl.parallel(RANK):
+                    inverse1[r] = inverse_of(T, top1[r], 6)
+                    inverse2[r] = inverse_of(T, top2[r], 7)
             for p, n in dsl.parallel(P, BLOCK_N):
                 value1 = T.cast(tile1[p // RANK, n] if by_rank else tile1[n, p // RANK], "float32")
                 value2 = T.cast(tile2[p % RANK, n] if by_rank else tile2[n, p % RANK], "float32")
                 if scaled:
-                    scale1 = inverse_of(T, top1[p // RANK], 6)
-                    pairs_tile[p, n] = T.cast((value1 * scale1) * (value2 * inverse_of(T, top2[p % RANK], 7)), dtype)
+                    pairs_tile[p, n] = T.cast((value1 * inverse1[p // RANK]) * (value2 * inverse2[p % RANK]), dtype)
                 else:
                     pairs_tile[p, n] = T.cast(value1 * value2, dtype)
-            T.copy(pairs_tile, out[0, pid * BLOCK_N])
-            if pid == 0:
+            T.copy(pairs_tile, out[0, first])
+            if first == 0:
                 for p in dsl.parallel(P):
                     if scaled:
-                        factors[p] = factor_of(T, top1[p // RANK], 6) * factor_of(T, top2[p % RANK], 7)
+                        factors[row, p] = factor_of(T, top1[p // RANK], 6) * factor_of(T, top2[p % RANK], 7)
                     else:
-                        factors[p] = 1.0
+                        factors[row, p] = 1.0
+
+        return block(first)
+
+    @T.prim_func
+    def kernel(
+        down1: T.Tensor((R, I), dtype),
+        down2: T.Tensor((R, I), dtype),
+        up1: T.Tensor((O, R), dtype),
+        up2: T.Tensor((O, R), dtype),
+        d: T.Tensor((P, I), dtype),
+        u: T.Tensor((P, O), dtype),
+        factors: T.Tensor((2, P), "float32"),
+    ):
+        T.annotate_pass_configs(dsl.passes(config.passes))
+        with T.Kernel(T.ceildiv(I, BLOCK_N) + T.ceildiv(O, BLOCK_N), threads=config.threads) as pid:
+            if pid < T.ceildiv(I, BLOCK_N):
+                fill(pid * BLOCK_N, down1, down2, d, factors, 0)
+            else:
+                fill((pid - T.ceildiv(I, BLOCK_N)) * BLOCK_N, up1, up2, u, factors, 1)
 
     return kernel
 
@@ -143,10 +173,10 @@ def project(dsl: Dsl, *, N: Size, P: int, dtype: str, config: Any) -> Any:
     return kernel
 
 
-def combine(dsl: Dsl, *, dtype: str, need_low: bool, config: Any) -> Any:
+def combine(dsl: Dsl, *, splits: int, dtype: str, need_low: bool, config: Any) -> Any:
     """high + low = Σ_s parts[s] / factor to twice the precision of their dtype, in the order of s."""
     T = dsl.T
-    size, splits, count = T.dynamic("size"), T.dynamic("splits"), T.dynamic("count")
+    size, count = T.dynamic("size"), T.dynamic("count")
     scaled = dtype == "float16"
     WIDTH, BLOCK, TOPS = 4, config.block, 256
 
@@ -171,9 +201,9 @@ def combine(dsl: Dsl, *, dtype: str, need_low: bool, config: Any) -> Any:
                             each[k] = T.max(each[k], tops[step * TOPS + k])
                 T.reduce_max(each, most, dim=0)
                 # No sum of `splits` terms is above their number times the largest.
-                top[0] = most[0] * T.cast(splits, "float32")
+                top[0] = most[0] * float(splits)
             T.clear(value)
-            for s in T.serial(splits):
+            for s in T.unroll(splits):
                 for n, lane in dsl.parallel(BLOCK, WIDTH):
                     if pid * BLOCK + n < size:
                         value[n, lane] += parts[s, pid * BLOCK + n, lane]

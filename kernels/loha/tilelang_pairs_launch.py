@@ -23,7 +23,7 @@ class Expand:
     """Launch of `expand`: a block makes `block_n` columns of all pairs; it looks for the largest by `chunk`."""
 
     block_n: int = 64
-    chunk: int = 512
+    chunk: int = 1024
     threads: int = 256
     passes: tuple[str, ...] = _PLAIN
 
@@ -88,6 +88,11 @@ def _stages(most: int, stage_bytes: int, target: Target) -> int:
     return max(1, min(most, (target.shared_bytes - 4096) // stage_bytes))
 
 
+def expand_config(target: Target) -> Expand:
+    """D's and U's launch."""
+    return Expand(32) if target.cpu else Expand()
+
+
 def project_config(n_t: int, n_n: int, n_p: int, dtype: torch.dtype, target: Target, sms: int) -> Project:
     """z's launch: full tensor-core tiles where the tokens fill the SMs, else smaller ones and a split of the sum."""
     if target.cpu:
@@ -141,20 +146,18 @@ def expand(factors: Factors) -> tuple[Tensor, Tensor, Tensor]:
     up1, down1, up2, down2 = factors
     (n_o, n_r), n_i = up1.shape, down1.shape[1]
     target, rank = target_of(up1), pair_rank(n_r)
-    config = Expand(32) if target.cpu else Expand()
+    config = expand_config(target)
     d, u = up1.new_empty((rank**2, n_i)), up1.new_empty((rank**2, n_o))
     divided = up1.new_empty((2, rank**2), dtype=torch.float32)
-    for f1, f2, out, row, by_rank in ((down1, down2, d, divided[0], True), (up1, up2, u, divided[1], False)):
-        run = build(
-            kernels.expand,
-            target,
-            **sizes(target, N=out.shape[1], R=n_r),
-            RANK=rank,
-            dtype=dtype_name(out.dtype),
-            by_rank=by_rank,
-            config=config,
-        )
-        run(f1, f2, out, row)
+    run = build(
+        kernels.expand,
+        target,
+        **sizes(target, I=n_i, O=n_o, R=n_r),
+        RANK=rank,
+        dtype=dtype_name(up1.dtype),
+        config=config,
+    )
+    run(down1, down2, up1, up2, d, u, divided)
     return d, u, divided
 
 
@@ -175,7 +178,7 @@ def project(
     high = a.new_empty((n_t, n_p))
     low = a.new_empty((n_t, n_p)) if need_low else None
     factor = a.new_empty((1,), dtype=torch.float32)
-    build(kernels.combine, target, dtype=dtype, need_low=need_low, config=Combine())(
+    build(kernels.combine, target, splits=splits, dtype=dtype, need_low=need_low, config=Combine())(
         parts.view(splits, -1, 4), tops.view(-1), high.view(-1, 4), None if low is None else low.view(-1, 4), factor
     )
     return high, low, factor

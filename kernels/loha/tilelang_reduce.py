@@ -29,10 +29,12 @@ def reduce(dsl: Dsl, *, width: int, dtype: str, needs: tuple[tuple[bool, bool], 
         def sum_block(first):  # type: ignore[no-untyped-def]
             acc = dsl.fragment((block, width))
             T.clear(acc)
-            for s in T.serial(parts.shape[0]):
-                for n, lane in dsl.parallel(block, width):
-                    if first + n < size:
-                        acc[n, lane] += parts[s, first + n, lane]
+            # In eights, whose loads are in flight together.
+            for step in T.serial(T.ceildiv(parts.shape[0], 8)):
+                for k in T.unroll(8):
+                    for n, lane in dsl.parallel(block, width):
+                        if first + n < size and step * 8 + k < parts.shape[0]:
+                            acc[n, lane] += parts[step * 8 + k, first + n, lane]
             if need[0]:
                 for n, lane in dsl.parallel(block, width):
                     if first + n < count:

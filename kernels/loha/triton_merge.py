@@ -46,13 +46,25 @@ class MergeBackward:
     subs: int = 1
 
 
+@triton.jit
+def _store_product(
+    u1, d1, u2, d2, base, out, rows_o, mask_o, offs_i, mask_i, n_i, scale, stride_bo,
+    HAS_BASE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    mask = mask_o[:, None] & mask_i[None, :]
+    value = tl.dot(u1, d1, input_precision=PRECISION) * tl.dot(u2, d2, input_precision=PRECISION) * scale
+    if HAS_BASE:
+        value += tl.load(base + rows_o[:, None] * stride_bo + offs_i[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + rows_o[:, None] * n_i + offs_i[None, :], value.to(out.dtype.element_ty), mask=mask)
+
+
 @planned
 @triton.jit
 def _merge_kernel(
     up1, down1, up2, down2, base, out, n_o, n_i, n_r, span, scale,
     stride_u1o, stride_u1r, stride_d1r, stride_d1i, stride_u2o, stride_u2r, stride_d2r, stride_d2i, stride_bo,
     BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
-    HAS_BASE: tl.constexpr, PRECISION: tl.constexpr,
+    ONCE: tl.constexpr, HAS_BASE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     spans = tl.cdiv(n_i, span)
@@ -60,35 +72,51 @@ def _merge_kernel(
     offs_r = tl.arange(0, BLOCK_R)
     mask_o = offs_o < n_o
     rows_o = offs_o.to(tl.int64)
-    u1 = load_up(up1, rows_o, mask_o, offs_r, n_r, stride_u1o, stride_u1r)
-    u2 = load_up(up2, rows_o, mask_o, offs_r, n_r, stride_u2o, stride_u2r)
     start = (pid % spans) * span
-    stop = tl.minimum(start + span, n_i)
-    for i in range(start, stop, BLOCK_I):
-        offs_i = i + tl.arange(0, BLOCK_I)
-        mask_i = offs_i < stop
+    if ONCE:
+        # All four factors are asked for before the first is waited for.
+        offs_i = start + tl.arange(0, BLOCK_I)
+        mask_i = offs_i < n_i
         rows_i = offs_i.to(tl.int64)
+        u1 = load_up(up1, rows_o, mask_o, offs_r, n_r, stride_u1o, stride_u1r)
         d1 = load_down(down1, rows_i, mask_i, offs_r, n_r, stride_d1r, stride_d1i)
+        u2 = load_up(up2, rows_o, mask_o, offs_r, n_r, stride_u2o, stride_u2r)
         d2 = load_down(down2, rows_i, mask_i, offs_r, n_r, stride_d2r, stride_d2i)
-        mask = mask_o[:, None] & mask_i[None, :]
-        value = tl.dot(u1, d1, input_precision=PRECISION) * tl.dot(u2, d2, input_precision=PRECISION) * scale
-        if HAS_BASE:
-            value += tl.load(base + rows_o[:, None] * stride_bo + offs_i[None, :], mask=mask, other=0.0).to(tl.float32)
-        tl.store(out + rows_o[:, None] * n_i + offs_i[None, :], value.to(out.dtype.element_ty), mask=mask)
+        _store_product(
+            u1, d1, u2, d2, base, out, rows_o, mask_o, offs_i, mask_i, n_i, scale, stride_bo, HAS_BASE, PRECISION
+        )
+    else:
+        u1 = load_up(up1, rows_o, mask_o, offs_r, n_r, stride_u1o, stride_u1r)
+        u2 = load_up(up2, rows_o, mask_o, offs_r, n_r, stride_u2o, stride_u2r)
+        stop = tl.minimum(start + span, n_i)
+        for i in range(start, stop, BLOCK_I):
+            offs_i = i + tl.arange(0, BLOCK_I)
+            mask_i = offs_i < stop
+            rows_i = offs_i.to(tl.int64)
+            d1 = load_down(down1, rows_i, mask_i, offs_r, n_r, stride_d1r, stride_d1i)
+            d2 = load_down(down2, rows_i, mask_i, offs_r, n_r, stride_d2r, stride_d2i)
+            _store_product(
+                u1, d1, u2, d2, base, out, rows_o, mask_o, offs_i, mask_i, n_i, scale, stride_bo, HAS_BASE, PRECISION
+            )
 
 
 def merge_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, sms: int) -> Merge:
-    """The merge's tiles, as measured on an H200: square ones, which load the least of four factors, a few to a program.
+    """The merge's tiles, as measured on an H200: small ones, whose programs share an SM, some side by side to a program.
 
-    12288×3072, rank 16: 24.2 µs, with tiles of 64×128 31.7; rank 64: 37.0 µs against 52.8.
+    12288×3072: rank 16 21.8 µs, with four tiles in place of eight 24.3; rank 64 34.5, with tiles of 128×64 37.2.
+    3072×3072, rank 64: 10.7 where two programs an SM are all of them, and 13.6 where those are one wave and a rest.
     """
+    size = n_o * n_i
     if dtype is torch.float32 or n_r > 64:
         return Merge(32, 64, 64, 4, 1)
-    if n_o * n_i <= 1 << 21:
+    if size <= 1 << 21:
         return Merge(64, 64, 64, 4, 1)
-    if n_r > 16 or n_o * n_i <= 1 << 23:
-        return Merge(128, 64, 256, 8, 3)
-    return Merge(64, 64, 256, 4, 2)
+    if n_r > 16 and size <= 1 << 24:
+        spans = max(1, 2 * sms // cdiv(n_o, 128))
+        return Merge(128, 64, max(128, cdiv(cdiv(n_i, spans), 64) * 64), 8, 3)
+    if n_r > 16 or size >= 1 << 24:
+        return Merge(64, 64, 512, 4, 3)
+    return Merge(64, 64, 320 if size <= 1 << 23 else 384, 4, 3)
 
 
 def strip_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, sms: int) -> MergeBackward:
@@ -120,8 +148,21 @@ def token_config(n_o: int, n_i: int, dtype: torch.dtype, sms: int) -> MergeBackw
 
 
 def merge_backward_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, sms: int) -> MergeBackward | Rows:
-    """The merge's backward: one pass over G (`Rows` gives the same sums in two, without large partials)."""
-    return strip_config(n_o, n_i, n_r, dtype, sms)
+    """The merge's backward: two passes over G where one would write large partials, as measured on an H200.
+
+    Rank 64: 12288×3072 134.1 µs against 200.2 in one pass, 3072×3072 43.5 against 55.9. Rank 16: 71.4 against 66.4, but
+    1280×1280 8.6 against 9.3.
+    """
+    size = n_o * n_i
+    if dtype is torch.float32 or n_r > 64 or (n_r <= 16 and not 1 << 20 < size <= 1 << 21):
+        return strip_config(n_o, n_i, n_r, dtype, sms)
+    if size <= 1 << 21:
+        span = 128 if size <= 1 << 19 else 192
+    elif size <= 1 << 23:
+        span = 640
+    else:
+        span = 512 if size <= 1 << 24 else 1536
+    return Rows(64, 64, span, 4, 3)
 
 
 def merge_forward(
@@ -144,7 +185,8 @@ def merge_forward(
     _merge_kernel[(cdiv(n_o, config.block_o) * cdiv(n_i, config.span),)](
         up1, down1, up2, down2, bias, out, n_o, n_i, n_r, config.span, scale,
         *up1.stride(), *down1.stride(), *up2.stride(), *down2.stride(), 0 if bias is None else bias.stride(0),
-        config.block_o, config.block_i, rank_block("loha", n_r), bias is not None, precision(up1.dtype),
+        config.block_o, config.block_i, rank_block("loha", n_r), config.span == config.block_i,
+        bias is not None, precision(up1.dtype),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out, ()

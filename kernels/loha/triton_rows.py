@@ -3,8 +3,9 @@
     G1 = G ∘ (up2 @ down2):  grad_up1 = scale · G1 @ down1ᵀ by programs that walk rows of G, and
                              grad_down1ᵀ = scale · G1ᵀ @ up1 by programs that walk its columns; 2 likewise
 
-A program keeps its sums in registers to the end. One pass over G (triton_merge.py) has to write half of them tile by
-tile, which from rank 64 on moves more bytes than G has.
+A program keeps its sums in registers to the end. One pass over G (triton_strips.py) has to write half of them tile by
+tile, which from rank 64 on moves more bytes than G has. Programs that read the same rows of G come one after the other,
+so that its second reading finds them in L2; a tile's rows are its product's, so that each is scaled by itself.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common.plans import planned
-from kernels.common.triton_ops import precision, to_operand
+from kernels.common.triton_ops import precision, to_operand_by_row
 from kernels.common.views import cdiv
 from kernels.loha.grads import Grads, new_grads
 from kernels.loha.triton_loads import load_down, load_up, rank_block
@@ -36,14 +37,13 @@ class Rows:
 
 @triton.jit
 def _row_sums(
-    pid, g, l1, r1, l2, r2, out1, out2, n_m, n_n, n_r, span, scale,
+    block, part, g, l1, r1, l2, r2, out1, out2, n_m, n_n, n_r, span, scale,
     stride_gm, stride_gn, stride_l1m, stride_l1r, stride_r1r, stride_r1n, stride_l2m, stride_l2r, stride_r2r, stride_r2n,
     stride_om, stride_or, stride_part,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out1[part, m] = scale · Σ_n (g ∘ (l2 @ r2))[m, n] · r1[:, n] over the part-th span; out2 with 1 and 2 swapped."""
-    spans = tl.cdiv(n_n, span)
-    offs_m = (pid // spans) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_m = block * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_r = tl.arange(0, BLOCK_R)
     mask_m = offs_m < n_m
     rows_m = offs_m.to(tl.int64)
@@ -52,7 +52,6 @@ def _row_sums(
     u2 = load_up(l2, rows_m, mask_m, offs_r, n_r, stride_l2m, stride_l2r)
     acc1 = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
     acc2 = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-    part = pid % spans
     start = part * span
     stop = tl.minimum(start + span, n_n)
     for n in range(start, stop, BLOCK_N):
@@ -64,10 +63,10 @@ def _row_sums(
         d1 = load_down(r1, rows_n, mask_n, offs_r, n_r, stride_r1r, stride_r1n)
         d2 = load_down(r2, rows_n, mask_n, offs_r, n_r, stride_r2r, stride_r2n)
         if out1 is not None:
-            operand, factor = to_operand(tile * tl.dot(u2, d2, input_precision=PRECISION), dtype)
+            operand, factor = to_operand_by_row(tile * tl.dot(u2, d2, input_precision=PRECISION), dtype)
             acc1 += tl.dot(operand, tl.trans(d1), input_precision=PRECISION) * factor
         if out2 is not None:
-            operand, factor = to_operand(tile * tl.dot(u1, d1, input_precision=PRECISION), dtype)
+            operand, factor = to_operand_by_row(tile * tl.dot(u1, d1, input_precision=PRECISION), dtype)
             acc2 += tl.dot(operand, tl.trans(d2), input_precision=PRECISION) * factor
     at = part.to(tl.int64) * stride_part + rows_m[:, None] * stride_om + offs_r[None, :] * stride_or
     mask = mask_m[:, None] & (offs_r < n_r)[None, :]
@@ -80,21 +79,25 @@ def _row_sums(
 @planned
 @triton.jit
 def _rows_kernel(
-    g, up1, down1, up2, down2, out_up1, out_down1, out_up2, out_down2, n_o, n_i, n_r, span, up_programs,
+    g, up1, down1, up2, down2, out_up1, out_down1, out_up2, out_down2, n_o, n_i, n_r, span, up_group, down_group,
     up_scale, down_scale, up_part, down_part, stride_go,
     stride_u1o, stride_u1r, stride_d1r, stride_d1i, stride_u2o, stride_u2r, stride_d2r, stride_d2i,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
-    if pid < up_programs:
+    group = pid // (up_group + down_group)
+    pid = pid % (up_group + down_group)
+    if pid < up_group:
+        pid += group * up_group
+        spans = tl.cdiv(n_i, span)
         _row_sums(
-            pid, g, up1, down1, up2, down2, out_up1, out_up2, n_o, n_i, n_r, span, up_scale, stride_go, 1,
+            pid // spans, pid % spans, g, up1, down1, up2, down2, out_up1, out_up2, n_o, n_i, n_r, span, up_scale, stride_go, 1,
             stride_u1o, stride_u1r, stride_d1r, stride_d1i, stride_u2o, stride_u2r, stride_d2r, stride_d2i,
             n_r, 1, up_part, BLOCK_M, BLOCK_N, BLOCK_R, PRECISION,
         )  # fmt: skip
     else:
         _row_sums(
-            pid - up_programs, g, down1, up1, down2, up2, out_down1, out_down2, n_i, n_o, n_r, span, down_scale,
+            pid - up_group, group, g, down1, up1, down2, up2, out_down1, out_down2, n_i, n_o, n_r, span, down_scale,
             1, stride_go, stride_d1i, stride_d1r, stride_u1r, stride_u1o, stride_d2i, stride_d2r, stride_u2r, stride_u2o,
             1, n_i, down_part, BLOCK_M, BLOCK_N, BLOCK_R, PRECISION,
         )  # fmt: skip
@@ -125,11 +128,13 @@ def row_backward(
     down_parts, downs = new_grads(down1, down2, (needs[1], needs[3]), down_splits)
     up_outs, up_scale, up_parts = _outs(up_parts, ups, scale)
     down_outs, down_scale, down_parts = _outs(down_parts, downs, scale)
-    up_programs = cdiv(n_o, config.block_m) * up_splits if ups != (None, None) else 0
-    down_programs = cdiv(n_i, config.block_m) * down_splits if downs != (None, None) else 0
-    _rows_kernel[(up_programs + down_programs,)](
+    # A group of programs: a span's rows of G for down, and about the same rows for up.
+    groups = down_splits if downs != (None, None) else 1
+    up_group = cdiv(cdiv(n_o, config.block_m) * up_splits, groups) if ups != (None, None) else 0
+    down_group = cdiv(n_i, config.block_m) if downs != (None, None) else 0
+    _rows_kernel[(groups * (up_group + down_group),)](
         g, up1, down1, up2, down2, up_outs[0], down_outs[0], up_outs[1], down_outs[1], n_o, n_i, n_r, config.span,
-        up_programs, up_scale, down_scale, 0 if up_parts is None else up_parts.stride(0),
+        up_group, down_group, up_scale, down_scale, 0 if up_parts is None else up_parts.stride(0),
         0 if down_parts is None else down_parts.stride(0), g.stride(0),
         *up1.stride(), *down1.stride(), *up2.stride(), *down2.stride(),
         config.block_m, config.block_n, rank_block(op, n_r), precision(g.dtype),
