@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import json
+import re
 import threading
 
 import pytest
@@ -57,7 +61,9 @@ def test_image_words_and_table(run):
 def test_export_switches_op_and_backend(run, monkeypatch):
     monkeypatch.setenv(FRAMES, "1")
     data, _ = Explore(run, "lora")._repr_mimebundle_()
-    assert all(f'"{name}"' in data["text/html"] for name in ("lora", "lora_bypass", "eager", "triton"))
+    packed = re.search(r'<script type="application/gzip">(.*?)</script>', data["text/html"])[1]
+    tree = json.loads(gzip.decompress(base64.b64decode(packed)))["tree"]
+    assert set(tree) == {"lora", "lora_bypass"} and set(tree["lora"]["fp16"]) == {"eager", "triton"}
 
 
 def test_sizes_of_ones_own_move_the_point(run):
