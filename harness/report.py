@@ -98,7 +98,10 @@ def refresh() -> None:
         changed = text != path.read_text(encoding="utf-8")
         if changed:
             path.write_text(text, encoding="utf-8")
-        print(f"{path.relative_to(ROOT)}: {'refreshed' if changed else 'unchanged'}, {time.monotonic() - started:.0f} s", flush=True)
+        print(
+            f"{path.relative_to(ROOT)}: {'refreshed' if changed else 'unchanged'}, {time.monotonic() - started:.0f} s",
+            flush=True,
+        )
     write_readme()
 
 
