@@ -199,7 +199,7 @@ class _Live:
         what = (self.op.value, self.dtype.value, self.backend.value)
         try:
             now, done = self._point(), self.measured.get(what, [])
-            here = any((point.bytes_moved, point.flops) == (now.bytes_moved, now.flops) for point in done)
+            here = any((p.bytes_moved, p.flops) == (now.bytes_moved, now.flops) for p in done)
             self.drawn.value = body(self.explore.frame(*what, (*(() if here else (now,)), *done)))
         except (ValueError, ArithmeticError) as error:
             self.said.value = f"{_NO_CALL}{error}"
@@ -251,9 +251,9 @@ class _Live:
                 )
             if times:
                 name = f"here, {', '.join(f'{axis} {size}' for axis, size in case.dims.items())}"
-                point = Point(name, least.bytes_moved, least.flops, least.floor_us, min(times))
-                done = self.measured.setdefault((op.name, dtype, backend), [])
-                done[:] = [*(other for other in done if other.case != name), point]
+                now = Point(name, least.bytes_moved, least.flops, least.floor_us, min(times))
+                kept = self.measured.setdefault((op.name, dtype, backend), [])
+                kept[:] = [*(other for other in kept if other.case != name), now]
                 self._redraw()
         except Exception as error:  # shown where the reader looks, since a thread's traceback is not
             self.said.value = f"failed: {type(error).__name__}: {error}"
