@@ -27,6 +27,7 @@ LABELS = ("Operation", "dtype", "Backend")
 # The interpreter and the float64 oracle take seconds at this many elements times inner steps.
 CPU_LIMIT = 2**22
 ROUNDS = 3
+_NO_CALL = "these sizes make no call: "
 Measure = Callable[[Op, Case, str, str], Row]
 
 
@@ -137,6 +138,8 @@ class _Live:
         self.explore, self.W, self.busy = explore, W, False
         self.stop = threading.Event()
         self.thread: threading.Thread | None = None
+        # What was measured here, by op, dtype and backend: it stays in the plot beside what is chosen next.
+        self.measured: dict[tuple[str, str, str], list[Point]] = {}
         self.op = W.Dropdown(options=explore.ops, value=op, description=LABELS[0])
         self.case = W.Dropdown(options=self._cases(), description="Case")
         self.dtype = W.Dropdown(options=list(DTYPES), value=dtype, description=LABELS[1])
@@ -192,12 +195,17 @@ class _Live:
     def _point(self) -> Point:
         return self.explore.cost(self.op.value, self.dims, self.dtype.value)
 
-    def _redraw(self, _: Any = None, points: tuple[Point, ...] = ()) -> None:
+    def _redraw(self, _: Any = None) -> None:
+        what = (self.op.value, self.dtype.value, self.backend.value)
         try:
-            chosen = points or (self._point(),)
-            self.drawn.value = body(self.explore.frame(self.op.value, self.dtype.value, self.backend.value, chosen))
+            now, done = self._point(), self.measured.get(what, [])
+            here = any((p.bytes_moved, p.flops) == (now.bytes_moved, now.flops) for p in done)
+            self.drawn.value = body(self.explore.frame(*what, (*(() if here else (now,)), *done)))
         except (ValueError, ArithmeticError) as error:
-            self.said.value = f"these sizes make no call: {error}"
+            self.said.value = f"{_NO_CALL}{error}"
+        else:
+            if self.said.value.startswith(_NO_CALL):
+                self.said.value = ""
 
     def _check(self, _: Any) -> None:
         self.said.value = self.explore.error(self.op.value, self.dims, self.dtype.value, self.backend.value)
@@ -225,7 +233,7 @@ class _Live:
         self.thread.start()
 
     def _measure(self, op: Op, case: Case, dtype: str, backend: str) -> None:
-        measure, least, times = self.explore.measure, self._point(), []
+        measure, least, times = self.explore.measure, self.explore.cost(op.name, case.dims, dtype), []
         assert measure is not None
         try:
             for done in range(ROUNDS):
@@ -242,8 +250,11 @@ class _Live:
                     f"forward {min(times):.2f} µs on the device, {least.floor_us or 0:.2f} µs at the floor"
                 )
             if times:
-                now = Point("here and now", least.bytes_moved, least.flops, least.floor_us, min(times))
-                self._redraw(points=(now,))
+                name = f"here, {', '.join(f'{axis} {size}' for axis, size in case.dims.items())}"
+                now = Point(name, least.bytes_moved, least.flops, least.floor_us, min(times))
+                kept = self.measured.setdefault((op.name, dtype, backend), [])
+                kept[:] = [*(other for other in kept if other.case != name), now]
+                self._redraw()
         except Exception as error:  # shown where the reader looks, since a thread's traceback is not
             self.said.value = f"failed: {type(error).__name__}: {error}"
         finally:

@@ -36,6 +36,8 @@ GRAPHED = "_graphed"
 OTHER = "#CC79A7"
 CEILING = "crimson"
 WIDTH = 3.5  # inches: half a page, so that what is legible here is legible there
+CAPTION = 74  # characters of a caption's line, which fit WIDTH
+DODGE = 0.16  # of a case's height between two arms, so that equal values show side by side
 STYLE: dict[Any, Any] = {
     "font.size": 7,
     "axes.titlesize": 8,
@@ -64,6 +66,18 @@ class Metric:
     ceiling: Value | None = None
     ceiling_name: str = ""
     log: bool = True
+    # The phase of a ratio of eager's time to the row's own, whose interval is bootstrapped over both sides' samples.
+    ratio: str = ""
+
+    @property
+    def timed(self) -> bool:
+        """Whether its values come from windows or rounds."""
+        return "wall" in (self.faint_name, self.bold_name)
+
+    @property
+    def samples(self) -> str:
+        """Which of a row's samples its bold values come from."""
+        return "wall_us" if self.bold_name == "wall" else "dev_us"
 
 
 def _best(phase: str, kind: str) -> Value:
@@ -130,6 +144,7 @@ METRICS: dict[str, Metric] = {
         "wall",
         ceiling=_over(_eager(_DEVICE), _floor("fwd")),
         ceiling_name="at the floor",
+        ratio="fwd",
     ),
     "memory": Metric("peak memory", "MiB", _mib("vram_fwdbwd"), _mib("vram_fwd"), "forward alone", "with backward"),
     "ulp": Metric(
@@ -225,8 +240,9 @@ def draw(
                 copy = ceilings["copy_gbps"]
                 axis.axvline(copy, color=CEILING, lw=0.6, ls=":")
                 axis.set_xlim(right=max(axis.get_xlim()[1], 1.04 * copy))
-                where = {"transform": axis.get_xaxis_transform(), "rotation": 90, "va": "bottom", "ha": "right"}
-                axis.text(copy, 0.02, f"copy {copy:.0f}", color=CEILING, fontsize=6, **where)
+                # At the top, where the small cases are far from it.
+                where = {"transform": axis.get_xaxis_transform(), "rotation": 90, "va": "top", "ha": "right"}
+                axis.text(copy, 0.98, f"copy {copy:.0f}", color=CEILING, fontsize=6, **where)
             axis.set_title(f"{name}: {metric.title}", loc="left")
         legend = figure.legend(handles=_handles(metric, arms), loc="outside upper center", ncols=3, frameon=False)
         for arm, handle, text in zip(arms, legend.legend_handles, legend.get_texts(), strict=False):
@@ -242,9 +258,10 @@ def _panel(axis: Axes, metric: Metric, rows: Sequence[Row], arms: Sequence[str])
     table: dict[str, dict[str, Row]] = {case: {} for case in cases}
     for row in rows:
         table[row["case"]][row["backend"]] = row
-    for arm in arms:
+    for place, arm in enumerate(arms):
         bold, faint = ([_value(value, table[case], arm) for case in cases] for value in (metric.bold, metric.faint))
-        at = range(len(cases))
+        aside = min(DODGE, 0.8 / len(arms)) * (place - (len(arms) - 1) / 2)
+        at = [y + aside for y in range(len(cases))]
         dots: dict[str, Any] = {"marker": marker(arm), "ms": 1.5} if len(cases) < 3 else {}
         # By these names a page switches an arm off and a point tells its number.
         axis.plot(faint, at, color=colour(arm), lw=0.7, alpha=0.35, gid=f"arm:{arm}:faint", **dots)
@@ -301,8 +318,9 @@ def _handles(metric: Metric, arms: Sequence[str]) -> list[Any]:
 
 def _caption(metric: Metric, meta: Mapping[str, Any] | None, dtype: str) -> str:
     card, date = (meta or {}).get("gpu") or "card not recorded", str((meta or {}).get("started") or "")[:10]
-    text = f"{card}, {date or 'no date'}, {dtype}.{stamp.warning(meta or {})} Bold: {metric.bold_name}. Best of the windows, cold L2."
-    return "\n".join(textwrap.wrap(text, 86))
+    best = " Best of the windows, cold L2." if metric.timed else ""
+    text = f"{card}, {date or 'no date'}, {dtype}.{stamp.warning(meta or {})} Bold: {metric.bold_name}.{best}"
+    return "\n".join(textwrap.wrap(text, CAPTION))
 
 
 def save(figure: Figure, path: Path) -> None:

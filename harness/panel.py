@@ -29,10 +29,17 @@ LEVELS = {
     "scale": "Axis",
 }
 ALL = "all"
-# A report carries every combination as a figure. Past MAX_FRAMES a control keeps only its first options, in this order;
-# the first five of cases are "all" and the values of the last axis.
-MAX_FRAMES = 16
-THINNING = (("scale", 1), ("cases", 5), ("clock", 1), ("cases", 1), ("dtype", 1), ("metric", 6))
+# A report carries every combination as a figure. Past MAX_FRAMES, the options of a control after its first are drawn
+# only where the controls named with it stand at theirs; in this order, until they fit. So no option is ever lost.
+MAX_FRAMES = 48
+THINNING: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("scale", ("cases",)),
+    ("clock", ("cases",)),
+    ("scale", ("cases", "clock")),
+    ("cases", ("clock", "scale", "dtype")),
+    ("scale", ("cases", "clock", "dtype")),
+    ("clock", ("cases", "scale", "dtype")),
+)
 
 Choice = dict[str, str]
 
@@ -122,25 +129,32 @@ class Panel:
         return ordered(row["backend"] for row in self._chosen_rows(chosen))
 
     def combinations(self) -> list[Choice]:
-        """Every choice that an export carries: all of them, or as many as THINNING leaves within MAX_FRAMES."""
-        caps: dict[str, int] = {}
-        found = list(self._expand({}, caps))
-        for level, most in THINNING:
+        """Every choice that an export carries: all of them, or what THINNING leaves where they pass MAX_FRAMES."""
+        found = list(self._expand({}))
+        for level, others in THINNING:
             if len(found) <= MAX_FRAMES:
                 break
-            caps[level] = most
-            found = list(self._expand({}, caps))
+            found = [
+                chosen for chosen in found if self._first(chosen, level) or all(self._first(chosen, o) for o in others)
+            ]
         return found
 
-    def _expand(self, chosen: Choice, caps: Mapping[str, int]) -> Iterator[Choice]:
+    def _first(self, chosen: Choice, level: str) -> bool:
+        """Whether a control stands at the option that it starts with."""
+        return chosen[level] == self._offered(level, chosen)[0]
+
+    def _offered(self, level: str, chosen: Choice) -> list[str]:
+        """A control's options, the one that it starts with first."""
+        first = self.start.get(level)
+        return sorted(self.options(level, chosen), key=lambda option: option != first)
+
+    def _expand(self, chosen: Choice) -> Iterator[Choice]:
         if len(chosen) == len(LEVELS):
             yield chosen
             return
         level = list(LEVELS)[len(chosen)]
-        first = self.start.get(level)
-        offered = sorted(self.options(level, chosen), key=lambda option: option != first)
-        for option in offered[: caps.get(level)]:
-            yield from self._expand({**chosen, level: option}, caps)
+        for option in self._offered(level, chosen):
+            yield from self._expand({**chosen, level: option})
 
     def _rows(self, label: str) -> list[Row]:
         return [row for row in self.runs[label].rows if self.ops is None or row["op"] in self.ops]

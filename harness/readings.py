@@ -1,4 +1,7 @@
-"""The exact numbers behind a figure: each arm's value of a metric with its samples' range, in words and as a table."""
+"""The exact numbers behind a figure: each arm's value of a metric with its interval, in words and as a table.
+
+A ratio's interval is the bootstrapped one that the verdict has; a time's is the range of its windows or rounds.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,13 @@ from dataclasses import dataclass
 
 from harness.figure import Metric, ordered
 from harness.record import Row
+from harness.statistic import row_ratio
+from harness.verdicts import baselines
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One number of a figure and the range of its samples; None where it was not measured."""
+    """One number of a figure and its interval; None where it was not measured."""
 
     value: float | None
     low: float | None
@@ -30,7 +35,7 @@ Readings = dict[tuple[str, str], Reading]
 
 
 def readings(metric: Metric, rows: Sequence[Row]) -> Readings:
-    """The metric of every (case, backend), with its range over the row's windows or rounds."""
+    """The metric of every (case, backend), with its interval."""
     arms: dict[str, dict[str, Row]] = {}
     for row in rows:
         arms.setdefault(row["case"], {})[row["backend"]] = row
@@ -38,12 +43,21 @@ def readings(metric: Metric, rows: Sequence[Row]) -> Readings:
     for row in rows:
         beside = arms[row["case"]]
         value = metric.bold(row, beside) if row["status"] == "ok" else None
-        each = [metric.bold(one, beside) for one in _samples(row)] if value is not None else []
-        known = [number for number in each if number is not None]
-        found[row["case"], row["backend"]] = Reading(
-            value, min(known, default=None), max(known, default=None), row["status"]
-        )
+        low, high = _interval(metric, row, beside) if value is not None else (None, None)
+        found[row["case"], row["backend"]] = Reading(value, low, high, row["status"])
     return found
+
+
+def _interval(metric: Metric, row: Row, beside: dict[str, Row]) -> tuple[float | None, float | None]:
+    if metric.ratio:
+        eager = beside[baselines(row["backend"])["eager"]]
+        if eager is row:
+            return None, None
+        found = row_ratio(eager[metric.ratio][metric.samples], row[metric.ratio][metric.samples])
+        return found.low, found.high
+    each = [metric.bold(one, beside) for one in _samples(row)]
+    known = [number for number in each if number is not None]
+    return min(known, default=None), max(known, default=None)
 
 
 def _samples(row: Row) -> list[Row]:
@@ -85,9 +99,10 @@ def table(metric: Metric, rows: Sequence[Row], numbers: Readings) -> str:
         + "</tr>"
         for case in dict.fromkeys(row["case"] for row in rows)
     )
-    caption = html.escape(
-        f"{metric.title}, {metric.unit}, {metric.bold_name}; in brackets the range over windows or rounds"
-    )
+    bracket = "; in brackets the range over windows or rounds" if metric.timed else ""
+    if metric.ratio:
+        bracket = "; in brackets the 95 % interval, bootstrapped over windows or rounds"
+    caption = html.escape(f"{metric.title}, {metric.unit}, {metric.bold_name}{bracket}")
     return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 

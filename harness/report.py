@@ -11,6 +11,7 @@ import argparse
 import html
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,11 +93,15 @@ def settle(notebook: NotebookNode) -> NotebookNode:
 def refresh() -> None:
     """Re-executes the committed notebooks in place, then redraws the README's table and figure."""
     for path in sources():
+        started = time.monotonic()
         text = nbformat.writes(settle(execute(path))) + "\n"
         changed = text != path.read_text(encoding="utf-8")
         if changed:
             path.write_text(text, encoding="utf-8")
-        print(f"{path.relative_to(ROOT)}: {'refreshed' if changed else 'unchanged'}", flush=True)
+        print(
+            f"{path.relative_to(ROOT)}: {'refreshed' if changed else 'unchanged'}, {time.monotonic() - started:.0f} s",
+            flush=True,
+        )
     write_readme()
 
 

@@ -15,7 +15,7 @@ from harness.figure import GRAPHED, ordered
 from harness.panel import run_label
 from harness.record import Record, Row
 from harness.stamp import DATA, DTYPES, ROOT
-from harness.statistic import geometric_mean
+from harness.statistic import Ratio, geometric_mean
 from kernels import UnsupportedCase
 from kernels.registry import families, ops
 
@@ -82,6 +82,22 @@ def verdict(source: Record | Path, dtype: str = "fp16") -> pd.DataFrame:
     rows = [row for row in verdicts.verdict(source, dtype) if _kernel(row["backend"])]
     table = pd.DataFrame(rows, columns=verdicts.COLUMNS)
     return table.drop(columns="dtype").set_index(["op", "backend"]).astype(_numbers(table)).round(2)
+
+
+def intervals(source: Record | Path, dtype: str = "fp16") -> pd.DataFrame:
+    """The verdict's means with their 95 % intervals, and which of them are ties, because the interval holds 1."""
+    lines = [
+        (v.values["op"], v.values["backend"], *(_spread(v.ratios[name]) for name in verdicts.RATIOS))
+        for v in verdicts.verdicts(source, dtype)
+        if _kernel(v.values["backend"])
+    ]
+    return pd.DataFrame(lines, columns=("op", "backend", *verdicts.RATIOS)).set_index(["op", "backend"])
+
+
+def _spread(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return "–"
+    return f"{ratio.value:.2f} [{ratio.low:.2f}–{ratio.high:.2f}]{' tie' if ratio.tie else ''}"
 
 
 def _numbers(table: pd.DataFrame) -> dict[str, str]:
@@ -207,8 +223,13 @@ def runs(family: str) -> dict[str, Record]:
     """Every recorded run of a family by card and day, this machine's card first."""
     here = stamp.environment()["gpu"]
     paths = [path for folder in stamp.recorded_dirs() if (path := folder / f"{family}.json").exists()]
-    found = sorted((record.load(path) for path in paths), key=lambda run: run.meta["gpu"] != here)
-    return {run_label(run): run for run in found}
+    found: dict[str, Record] = {}
+    for path in paths:
+        run = record.load(path)
+        label = run_label(run)
+        # Two cards of one kind, each with a folder of its own.
+        found[label if label not in found else f"{label} ({path.parent.name})"] = run
+    return dict(sorted(found.items(), key=lambda each: each[1].meta["gpu"] != here))
 
 
 def cards() -> dict[str, Record]:
@@ -221,7 +242,10 @@ def cards() -> dict[str, Record]:
             ceilings_meta = runs["ceilings"].meta
             both = stamp.combined([runs[name].meta for name in families() if name in runs])
             labels = {name: both[name] for name in ("kernels_sha256", "git_dirty")}
-            found[str(ceilings_meta["gpu"])] = Record({**ceilings_meta, **labels}, rows, folder)
+            gpu = str(ceilings_meta["gpu"])
+            found[gpu if gpu not in found else f"{gpu} ({folder.name})"] = Record(
+                {**ceilings_meta, **labels}, rows, folder
+            )
     return found
 
 

@@ -75,6 +75,27 @@ def test_graphed_arms_are_drawn_where_they_are_asked_for():
     assert len(set(COLOURS.values())) == len(COLOURS)
 
 
+def test_equal_values_stand_side_by_side():
+    axis = draw("ulp", rows(), op="toy").axes[0]
+    bold = [line for line in axis.get_lines() if str(line.get_gid()).endswith(":bold")]
+    heights = [line.get_ydata()[1] for line in bold]
+    assert len(heights) == 4 and len(set(heights)) == 4 and all(abs(height - 1) < 0.5 for height in heights)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_no_text_is_cut_off(metric):
+    """At half a page's width, with the longest caption."""
+    meta = {**STAMP, "gpu": "NVIDIA GeForce RTX 4090 Laptop GPU", "git_dirty": True}
+    figure = draw(metric, rows(), CEILINGS, meta=meta)
+    figure.draw_without_rendering()
+    texts = [*figure.legends[0].get_texts(), figure._supxlabel]
+    for axis in figure.axes:
+        texts += [axis.xaxis.label, axis._left_title, *axis.get_yticklabels(), *axis.texts]
+    for text in texts:
+        box = text.get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.width and box.y0 >= 0 and box.y1 <= figure.bbox.height, text
+
+
 @pytest.mark.parametrize(
     ("what", "says"), [({"metric": "nothing"}, "metric: got 'nothing'"), ({"op": "x"}, "no rows of")]
 )

@@ -6,6 +6,7 @@ import re
 import time
 
 import pytest
+import torch
 
 from harness import report
 
@@ -32,7 +33,7 @@ def test_there_are_notebooks():
     assert "00_overview" in NAMES and FAMILIES
 
 
-@pytest.mark.parametrize("name", FAMILIES[:1])
+@pytest.mark.parametrize("name", ["lora"])
 def test_live_panel_redraws(browser, lab, name):
     page = browser.new_page(viewport={"width": 1400, "height": 1000})
     page.set_default_timeout(60_000)
@@ -43,10 +44,12 @@ def test_live_panel_redraws(browser, lab, name):
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_role("menuitem", name=re.compile("^Run All Cells")).first.click()
     page.wait_for_function(
-        """() => [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')]
+        """() => document.querySelector('[data-mime-type="application/vnd.jupyter.error"]') ||
+                 [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')]
                  .every((prompt) => /^\\[\\d+\\]:$/.test(prompt.textContent.trim()))""",
         timeout=180_000,
     )
+    assert page.locator("[data-mime-type='application/vnd.jupyter.error']").all_text_contents() == []
     assert page.locator(".jp-RenderedText[data-mime-type='application/vnd.jupyter.stderr']").count() == 0
     page.wait_for_selector(LIVE_FIGURE)
     figure = page.locator(LIVE_FIGURE).first
@@ -54,20 +57,31 @@ def test_live_panel_redraws(browser, lab, name):
     alt = figure.get_attribute("aria-label")
     assert alt
 
-    select = page.locator(".jp-OutputArea-output .widget-dropdown select:visible").first
-    offered = select.locator("option").all_text_contents()
+    # Every control redraws. A choice that was drawn before comes from memory, so the times are those of fresh ones.
+    panel = page.locator(".jp-OutputArea-output", has=page.locator(".widget-html .figure")).first
+    selects = {label: panel.get_by_label(label, exact=True) for label in ("Operation", "Cases", "Time", "Axis")}
     seconds = []
-    for wanted in (offered[-1], offered[0]) * 3:
+    cases = selects["Cases"].locator("option").all_text_contents()
+    axis = selects["Axis"].locator("option").all_text_contents()
+    fresh = [("Cases", name) for name in cases[1:5]] + [("Time", "wall"), ("Axis", axis[1])]
+    for label, wanted in fresh:
         before = figure.inner_html()
         started = time.monotonic()
-        select.select_option(label=wanted)
+        selects[label].select_option(label=wanted)
         page.wait_for_function(CHANGED, arg=[LIVE_FIGURE, before], polling=20)
         seconds.append(time.monotonic() - started)
-        if len(seconds) == 1:
-            assert figure.get_attribute("aria-label") != alt
+    assert figure.get_attribute("aria-label") != alt
+    # On a free machine each takes a third of that; the best of six still tells where others compute beside it.
     assert min(seconds) < 0.5, seconds
+    before = figure.inner_html()
+    panel.locator("select[multiple]").select_option(label="triton")
+    page.wait_for_function(CHANGED, arg=[LIVE_FIGURE, before])
+    assert panel.locator(".numbers th[data-arm]").all_text_contents() == ["triton"]
 
     # The same by keyboard alone. An arrow key by itself belongs to JupyterLab, which moves to another cell with it.
+    select = selects["Operation"]
+    offered = select.locator("option").all_text_contents()
+    before = figure.inner_html()
     select.select_option(label=offered[-1])
     page.wait_for_function(CHANGED, arg=[LIVE_FIGURE, before])
     now = figure.inner_html()
@@ -76,7 +90,29 @@ def test_live_panel_redraws(browser, lab, name):
     for key in ("Space", "ArrowUp", "Enter"):
         page.keyboard.press(key)
     page.wait_for_function(CHANGED, arg=[LIVE_FIGURE, now])
+
+    explore_a_size(page)
     page.close()
+
+
+def explore_a_size(page):
+    """The explore section: sizes of one's own move the point, the error is checked, and Run waits for a GPU."""
+    tool = page.locator(".jp-OutputArea-output", has=page.get_by_role("button", name="Check error")).first
+    tool.scroll_into_view_if_needed()
+    drawn = tool.locator(".figure")
+    for name, size in (("O", "48"), ("I", "80"), ("R", "8")):
+        before, numbers = drawn.inner_html(), tool.locator(".numbers").inner_html()
+        box = tool.get_by_label(name, exact=True)
+        box.fill(size)
+        box.press("Enter")
+        deadline = time.monotonic() + 60
+        while tool.locator(".numbers").inner_html() == numbers or drawn.inner_html() == before:
+            assert time.monotonic() < deadline, f"{name} = {size} changed nothing"
+            page.wait_for_timeout(50)
+    tool.get_by_role("button", name="Check error").click()
+    tool.get_by_text("ULP against float64: output").wait_for()
+    if not torch.cuda.is_available():
+        assert tool.get_by_role("button", name="Run", exact=True).is_disabled()
 
 
 @pytest.fixture
@@ -99,13 +135,28 @@ def test_report_works_offline(offline, reports, name):
     path = reports / f"{name}.html"
     assert path.stat().st_size < 6_000_000
     page.goto(path.as_uri())
-    panel = page.locator(".panel").filter(has=page.locator("select:visible")).first
-    figure = panel.locator(".figure")
-    select = panel.locator("select:visible").first
-    before, numbers = figure.inner_html(), panel.locator(".numbers").inner_html()
+    page.wait_for_function("[...document.querySelectorAll('.controls')].every((one) => one.querySelector('select'))")
+    panels = page.locator(".panel").filter(has=page.locator("select:visible"))
+    labels = [panels.nth(i).locator("label:has(select):visible").all_text_contents() for i in range(panels.count())]
+    known = {text.split()[0] for text in sum(labels, [])}
+    assert {"Operation", "Cases", "Time", "Axis"} <= known and {"Backend", "Metric"} & known
+
+    # Each control of each panel changes its figure, and the numbers unless it is the axis.
+    for i in range(panels.count()):
+        panel = panels.nth(i)
+        figure, table = panel.locator(".figure"), panel.locator(".numbers")
+        for at in range(panel.locator("select:visible").count()):
+            select = panel.locator("select:visible").nth(at)
+            before, numbers = figure.inner_html(), table.inner_html()
+            select.select_option(index=1)
+            assert figure.inner_html() != before, labels[i][at]
+            assert (table.inner_html() != numbers) != labels[i][at].startswith("Axis"), labels[i][at]
+            select.select_option(index=0)
+            assert figure.inner_html() == before
+
+    panel = panels.first
+    figure, select = panel.locator(".figure"), panel.locator("select:visible").first
     select.select_option(index=1)
-    assert figure.inner_html() != before
-    assert panel.locator(".numbers").inner_html() != numbers
 
     # Every control is reached by Tab and changed by an arrow key.
     now = figure.inner_html()

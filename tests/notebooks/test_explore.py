@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import json
+import re
 import threading
 
 import pytest
@@ -57,7 +61,9 @@ def test_image_words_and_table(run):
 def test_export_switches_op_and_backend(run, monkeypatch):
     monkeypatch.setenv(FRAMES, "1")
     data, _ = Explore(run, "lora")._repr_mimebundle_()
-    assert all(f'"{name}"' in data["text/html"] for name in ("lora", "lora_bypass", "eager", "triton"))
+    packed = re.search(r'<script type="application/gzip">(.*?)</script>', data["text/html"])[1]
+    tree = json.loads(gzip.decompress(base64.b64decode(packed)))["tree"]
+    assert set(tree) == {"lora", "lora_bypass"} and set(tree["lora"]["fp16"]) == {"eager", "triton"}
 
 
 def test_sizes_of_ones_own_move_the_point(run):
@@ -72,6 +78,9 @@ def test_sizes_that_make_no_call_say_so(run):
     for box in tool.sizes.children:
         box.value = 0
     assert "no call" in tool.said.value
+    for box in tool.sizes.children:
+        box.value = 16
+    assert not tool.said.value
 
 
 def test_small_error_is_checked_on_the_cpu_and_a_big_one_refused(run):
@@ -88,7 +97,14 @@ def test_run_measures_and_adds_the_point(run):
     tool.run.click()
     tool.thread.join(60)
     assert tool.progress.value == ROUNDS and "7.50 µs" in tool.said.value
-    assert "here and now" in tool.drawn.value and not tool.run.disabled
+    assert "here, O 640, I 640, R 4: measured" in tool.drawn.value and not tool.run.disabled
+    # It stays beside the next choice, once however often it is measured, and only where it belongs.
+    tool.run.click()
+    tool.thread.join(60)
+    tool.sizes.children[0].value = 12345
+    assert tool.drawn.value.count("<th scope=row>here, O 640") == 1 and "<th scope=row>chosen" in tool.drawn.value
+    tool.backend.value = "eager"
+    assert "here, O 640" not in tool.drawn.value
 
 
 def test_cancel_stops_between_rounds(run):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import html
 import io
 import json
@@ -14,7 +15,7 @@ from PIL import Image, ImageColor
 
 from harness.figure import COLOURS, METRICS, draw
 from harness.markup import DPI, FRAMES, png
-from harness.panel import MAX_FRAMES, Panel
+from harness.panel import LEVELS, MAX_FRAMES, Panel
 from harness.readings import readings
 from harness.record import Record, blank_row
 
@@ -34,6 +35,12 @@ def make_row(op, case, backend):
 def run():
     rows = [make_row(op, case, backend) for op, cases in CASES.items() for case in cases for backend in SPEED]
     return Record({"gpu": "Test card", "started": "2026-01-02T03:04:05+00:00", "ceilings": {"copy_gbps": 100.0}}, rows)
+
+
+def unpacked(text):
+    """What an exported panel carries."""
+    packed = re.search(r'<script type="application/gzip">(.*?)</script>', text)[1]
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
 
 
 def controls(panel):
@@ -136,7 +143,7 @@ def test_graphed_arms_are_offered_and_off_at_first(graphed):
 
 def test_export_carries_graphed_arms_hidden(graphed):
     text = Panel(graphed, "forward").html()
-    data = json.loads(re.search(r'<script type="application/json">(.*?)</script>', text, re.DOTALL)[1])
+    data = unpacked(text)
     assert data["hidden"] == ["eager_graphed", "triton_graphed"]
     assert "triton_graphed" in json.dumps(data["tree"])
 
@@ -169,8 +176,7 @@ def test_export_holds_every_combination_and_loads_nothing(run, monkeypatch):
     monkeypatch.setenv(FRAMES, "1")
     data, _ = panel._repr_mimebundle_()
     assert set(data) == {"text/plain", "text/html"}
-    text = re.search(r'<script type="application/json">(.*?)</script>', data["text/html"], re.DOTALL)[1]
-    node = json.loads(text)["tree"]
+    node = unpacked(data["text/html"])["tree"]
     for chosen in panel.combinations():
         leaf = node
         for value in chosen.values():
@@ -180,10 +186,34 @@ def test_export_holds_every_combination_and_loads_nothing(run, monkeypatch):
     assert not re.search(r"(src|href)=.?(https?:)?//", html.unescape(data["text/html"]))
 
 
-def test_export_is_capped(run):
-    everything = Panel(run)
-    assert len(everything.combinations()) <= max(MAX_FRAMES, 2 * len(METRICS))
-    assert {chosen["metric"] for chosen in everything.combinations()} == set(METRICS)
+def test_export_is_capped_and_loses_no_option(run):
+    more = [{**row, "dtype": dtype} for row in run.rows for dtype in ("fp16", "bf16", "fp32")]
+    everything = Panel(Record(run.meta, more))
+    carried, whole = everything.combinations(), list(everything._expand({}))
+    assert len(carried) < len(whole) / 2 and len(whole) > MAX_FRAMES
+    assert len({tuple(chosen.values()) for chosen in carried}) == len(carried)
+    for level in LEVELS:
+        assert {chosen[level] for chosen in carried} == {chosen[level] for chosen in whole}, level
+    # What a reader sees first is there, with the axis and the clock to choose.
+    for change in ({}, {"scale": "linear"}, {"clock": "wall"}, {"cases": "r16"}, {"dtype": "fp32"}):
+        assert everything.complete({"metric": "forward", **change}) in carried
+
+
+def test_a_small_export_holds_everything(run):
+    panel = Panel(run, "forward")
+    assert panel.combinations() == list(panel._expand({}))
+
+
+def test_a_ratios_interval_is_the_verdicts(run):
+    from harness.statistic import row_ratio
+
+    rows = {(row["case"], row["backend"]): row for row in run.rows}
+    eager, mine = (rows["small_r4", backend]["fwd"]["dev_us"] for backend in ("eager", "triton"))
+    value, wanted = readings(METRICS["speedup"], run.rows)["small_r4", "triton"], row_ratio(eager, mine)
+    assert (value.value, value.low, value.high) == pytest.approx((wanted.value, wanted.low, wanted.high))
+    assert "95 % interval" in Panel(run, "speedup").frame().table
+    assert "range over windows" in Panel(run, "forward").frame().table
+    assert "in brackets" not in Panel(run, "ulp").frame().table
 
 
 def test_several_runs_are_a_control(run):

@@ -87,3 +87,26 @@ def test_runs_are_named_by_card_and_day(tmp_path, monkeypatch):
     assert list(show.runs("lora")) == ["Card A, 2026-01-02", "Card B, 2026-01-02"]
     monkeypatch.setattr(stamp, "environment", lambda: {"gpu": "Card B"})
     assert list(show.runs("lora")) == ["Card B, 2026-01-02", "Card A, 2026-01-02"]
+
+
+def test_two_cards_of_a_kind_are_two_runs(tmp_path, monkeypatch):
+    for folder in ("card", "card-2"):
+        for name in ("lora", "ceilings"):
+            meta = {"gpu": "Card", "started": "2026-01-02T00:00:00", "kernels_sha256": "a", "git_dirty": False}
+            record.Record(meta, [record.blank_row("lora", "a", "fp16", "eager", {})]).save(
+                tmp_path / folder / f"{name}.json"
+            )
+    monkeypatch.setattr(stamp, "DATA", tmp_path)
+    assert list(show.runs("lora")) == ["Card, 2026-01-02", "Card, 2026-01-02 (card-2)"]
+    assert list(show.cards()) == ["Card", "Card (card-2)"]
+
+
+def test_intervals_are_the_verdicts():
+    from harness.verdicts import verdicts
+
+    run = record.load(stamp.DATA / "nvidia-h200" / "lora.json")
+    table = show.intervals(run)
+    (judged,) = [v for v in verdicts(run) if (v.values["op"], v.values["backend"]) == ("lora", "triton")]
+    ratio = judged.ratios["dev_eager"]
+    assert table.loc[("lora", "triton"), "dev_eager"] == f"{ratio.value:.2f} [{ratio.low:.2f}–{ratio.high:.2f}]"
+    assert not [backend for _, backend in table.index if backend.endswith("graphed")]
