@@ -249,6 +249,12 @@ def cards() -> dict[str, Record]:
     return found
 
 
+def beside(run: Record) -> Record:
+    """What was measured of the card itself: its ceilings.json, for one of `cards()`; the cross-check and the host's steps are in it."""
+    assert run.path is not None
+    return record.load(run.path / "ceilings.json")
+
+
 def published(run: Record, dtype: str = "fp16") -> pd.DataFrame:
     """The published figures and this run's, one above the other, cards named; `named there` is the op's name in the source."""
     theirs = json.loads(PUBLISHED.read_text(encoding="utf-8"))
