@@ -11,6 +11,8 @@ from torch import Tensor
 from kernels.common.cayley import MAX_INLINE, MAX_Q, pad
 from kernels.common.tilelang_target import Dsl, build, dtype_name, target_of
 
+VARIANT = {"rolled": True}
+
 
 def _skew(dsl: Dsl, upper: Any, lower: Any, factor: Any) -> Any:
     """An entry of Q, kept within MAX_Q."""
@@ -175,10 +177,24 @@ def solve_lanes(dsl: Dsl, blocks: Any, first: Any, factor: Any, tile: Any, size:
                     x[r] = T.if_then_else(col == p, 0.0, x[r]) - heads[r] * x[p]
 
     @T.macro
+    def rolled(x, heads, pivot, col):  # type: ignore[no-untyped-def]
+        # A loop of one step's code, which a launch has to fetch from cold memory: rows move up by one as they are written,
+        # so that the pivot row is always the first, and are back in their places at the end.
+        for p in T.unroll(size, unroll_factor=1):
+            for r in T.unroll(size):
+                heads[r] = T.shfl_sync(x[r], p, 16)
+            # Between 1 and 2^31 here, where the quick division is good to the last bit but one.
+            heads[0] = T.call_extern("float32", "__fdividef", 1.0, heads[0])
+            pivot[0] = T.if_then_else(col == p, heads[0], x[0] * heads[0])
+            for r in T.unroll(size - 1):
+                x[r] = T.if_then_else(col == p, 0.0, x[r + 1]) - heads[r + 1] * pivot[0]
+            x[size - 1] = pivot[0]
+
+    @T.macro
     def solved(blocks, first, factor, tile, lane):  # type: ignore[no-untyped-def]
         q, x, heads = (T.alloc_local((size,), "float32") for _ in range(3))
         order = T.alloc_local((size,), "float32")
-        top = T.alloc_local((1,), "float32")
+        top, held = T.alloc_local((1,), "float32"), T.alloc_local((1,), "float32")
         block, col = lane // 16 % count, lane % 16
         k, c = T.min(first + block, blocks.shape[0] - 1), T.min(col, size - 1)
         inside = (first + block < blocks.shape[0]) & (col < size)
@@ -209,7 +225,10 @@ def solve_lanes(dsl: Dsl, blocks: Any, first: Any, factor: Any, tile: Any, size:
             for r in T.unroll(size):
                 x[r] = T.shfl_sync(x[r], source, 16)
         else:
-            eliminated(x, heads, order, col, False)
+            if VARIANT["rolled"]:
+                rolled(x, heads, held, col)
+            else:
+                eliminated(x, heads, order, col, False)
         # D = 2 (X - I), but on the diagonal of a small Q that cancels, and 2 Q X does not.
         top[0] = 0.0
         for r in T.unroll(size):

@@ -14,6 +14,8 @@ from kernels.common.cayley import MAX_INLINE, MAX_Q, pad
 from kernels.common.plans import planned
 
 _MAX_Q = tl.constexpr(MAX_Q)
+import os
+ROLLED = tl.constexpr(os.environ.get("OFT_ROLLED", "1") == "1")
 
 
 @triton.jit
@@ -124,6 +126,29 @@ def _eliminate(q, S: tl.constexpr, PIVOT: tl.constexpr):
 
 
 @triton.jit
+def _eliminate_rolled(q, steps, S: tl.constexpr):
+    """`_eliminate` without pivots as a loop of one step's code, which a launch has to fetch from cold memory.
+
+    Rows move up by one at each of `steps` = S steps, so that the pivot row is always the first.
+    """
+    N: tl.constexpr = q[0].shape[0]
+    P: tl.constexpr = q[0].shape[1] // 2
+    lanes = tl.arange(0, 2 * P)[None, :]
+    cols = lanes % P
+    system = ()
+    for r in tl.static_range(S):
+        system = system + (tl.where(lanes < P, tl.where(cols == r, 1.0, 0.0) - q[r], 2.0 * q[r]),)
+    for p in range(steps):
+        from_p = tl.zeros((N, 2 * P), tl.int32) + p
+        pivot = system[0] * (1.0 / tl.gather(system[0], from_p, axis=1))
+        swept = ()
+        for r in tl.static_range(1, S):
+            swept = swept + (system[r] - tl.gather(system[r], from_p, axis=1) * pivot,)
+        system = swept + (pivot,)
+    return system
+
+
+@triton.jit
 def solve_lanes(blocks, delta, factor, first, n_k, S: tl.constexpr, N: tl.constexpr):
     """delta[k] = D of the N blocks from `first` on (N a power of two, S ≤ 16).
 
@@ -142,6 +167,9 @@ def solve_lanes(blocks, delta, factor, first, n_k, S: tl.constexpr, N: tl.conste
         q, top = q + (entry,), tl.maximum(top, tl.abs(entry))
     if tl.max(tl.max(top, axis=1), axis=0) > 1.0:
         d = _eliminate(q, S, True)
+    elif ROLLED:
+        # Known at run time only, lest the compiler unroll it.
+        d = _eliminate_rolled(q, tl.where(n_k > 0, S, 0), S)
     else:
         d = _eliminate(q, S, False)
     for r in tl.static_range(S):

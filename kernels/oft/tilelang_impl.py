@@ -52,7 +52,8 @@ class Tokens:
 
     tiles (forward): how many such tiles it loads before it works on the first. steps (backward): how many it walks, 0
     meaning to the last token, with nothing left to sum. stages: tiles in flight on that walk.
-    inline (forward): does each program solve its blocks itself, as for a merge?
+    inline (forward): does each program solve its blocks itself, as for a merge? lanes (backward, of one block): how many
+    sums of P it has, each over its share of a tile's tokens.
     """
 
     block_t: int
@@ -62,6 +63,7 @@ class Tokens:
     steps: int = 1
     stages: int = 3
     inline: bool = True
+    lanes: int = 1
     passes: tuple[str, ...] = _PLAIN
 
 
