@@ -14,8 +14,6 @@ from kernels.common.cayley import MAX_INLINE, MAX_Q, pad
 from kernels.common.plans import planned
 
 _MAX_Q = tl.constexpr(MAX_Q)
-import os
-ROLLED = tl.constexpr(os.environ.get("OFT_ROLLED", "1") == "1")
 
 
 @triton.jit
@@ -80,56 +78,12 @@ def finish_scalars(product, delta, S: tl.constexpr):
 
 
 @triton.jit
-def _eliminate(q, S: tl.constexpr, PIVOT: tl.constexpr):
-    """D from the rows of Q (a tuple of [N, P] tiles), by Gauss-Jordan on [I - Q | 2 Q], or pivoting on [I - Q | I].
+def _eliminate(q, steps, S: tl.constexpr):
+    """D from the rows of Q (a tuple of [N, 2 P] tiles), by Gauss-Jordan on [I - Q | 2 Q].
 
     A row of the system is a register of every lane and a column is a lane, so that the pivot row is at hand and a
-    column's entry comes by one shuffle: no barrier.
-    """
-    N: tl.constexpr = q[0].shape[0]
-    P: tl.constexpr = q[0].shape[1] // 2
-    lanes = tl.arange(0, 2 * P)[None, :]
-    cols = lanes % P
-    system = ()
-    for r in tl.static_range(S):
-        one = tl.where(cols == r, 1.0, 0.0)
-        system = system + (tl.where(lanes < P, one - q[r], one if PIVOT else 2.0 * q[r]),)
-    for p in tl.static_range(S):
-        from_p = tl.full((N, 2 * P), p, tl.int32)
-        pivot, head = system[p], tl.gather(system[p], from_p, axis=1)
-        heads = ()
-        for r in tl.static_range(S):
-            heads = heads + ((tl.gather(system[r], from_p, axis=1) if r != p else head),)
-        if PIVOT:
-            # Rows below p in turn give way to the row in hand where theirs has the larger head.
-            kept, kept_heads = (), ()
-            for r in tl.static_range(S):
-                row, row_head = system[r], heads[r]
-                if r > p:
-                    larger = tl.abs(row_head) > tl.abs(head)
-                    row, pivot = tl.where(larger, pivot, row), tl.where(larger, row, pivot)
-                    row_head, head = tl.where(larger, head, row_head), tl.where(larger, row_head, head)
-                kept, kept_heads = kept + (row,), kept_heads + (row_head,)
-            system, heads = kept, kept_heads
-        pivot *= 1.0 / head
-        swept = ()
-        for r in tl.static_range(S):
-            if r == p:
-                swept = swept + (pivot,)
-            else:
-                swept = swept + (system[r] - heads[r] * pivot,)
-        system = swept
-    delta = ()
-    for r in tl.static_range(S):
-        delta = delta + ((2.0 * (system[r] - tl.where(cols == r, 1.0, 0.0)) if PIVOT else system[r]),)
-    return delta
-
-
-@triton.jit
-def _eliminate_rolled(q, steps, S: tl.constexpr):
-    """`_eliminate` without pivots as a loop of one step's code, which a launch has to fetch from cold memory.
-
-    Rows move up by one at each of `steps` = S steps, so that the pivot row is always the first.
+    column's entry comes by one shuffle: no barrier. Rows move up by one at each of `steps` = S steps, so that the pivot row
+    is always the first: a loop of one step's code, all of which a launch has to fetch from cold memory.
     """
     N: tl.constexpr = q[0].shape[0]
     P: tl.constexpr = q[0].shape[1] // 2
@@ -146,6 +100,47 @@ def _eliminate_rolled(q, steps, S: tl.constexpr):
             swept = swept + (system[r] - tl.gather(system[r], from_p, axis=1) * pivot,)
         system = swept + (pivot,)
     return system
+
+
+@triton.jit
+def _eliminate_pivoting(q, S: tl.constexpr):
+    """As `_eliminate`, with pivots and on [I - Q | I]."""
+    N: tl.constexpr = q[0].shape[0]
+    P: tl.constexpr = q[0].shape[1] // 2
+    lanes = tl.arange(0, 2 * P)[None, :]
+    cols = lanes % P
+    system = ()
+    for r in tl.static_range(S):
+        one = tl.where(cols == r, 1.0, 0.0)
+        system = system + (tl.where(lanes < P, one - q[r], one),)
+    for p in tl.static_range(S):
+        from_p = tl.full((N, 2 * P), p, tl.int32)
+        pivot, head = system[p], tl.gather(system[p], from_p, axis=1)
+        # Rows below p in turn give way to the row in hand where theirs has the larger head.
+        kept, heads = (), ()
+        for r in tl.static_range(S):
+            row = system[r]
+            if r == p:
+                row_head = head
+            else:
+                row_head = tl.gather(row, from_p, axis=1)
+            if r > p:
+                larger = tl.abs(row_head) > tl.abs(head)
+                row, pivot = tl.where(larger, pivot, row), tl.where(larger, row, pivot)
+                row_head, head = tl.where(larger, head, row_head), tl.where(larger, row_head, head)
+            kept, heads = kept + (row,), heads + (row_head,)
+        pivot *= 1.0 / head
+        swept = ()
+        for r in tl.static_range(S):
+            if r == p:
+                swept = swept + (pivot,)
+            else:
+                swept = swept + (kept[r] - heads[r] * pivot,)
+        system = swept
+    delta = ()
+    for r in tl.static_range(S):
+        delta = delta + (2.0 * (system[r] - tl.where(cols == r, 1.0, 0.0)),)
+    return delta
 
 
 @triton.jit
@@ -166,12 +161,10 @@ def solve_lanes(blocks, delta, factor, first, n_k, S: tl.constexpr, N: tl.conste
         entry = _skew(upper, tl.load(blocks + at + cols * S + r, mask=mask, other=0.0), factor)
         q, top = q + (entry,), tl.maximum(top, tl.abs(entry))
     if tl.max(tl.max(top, axis=1), axis=0) > 1.0:
-        d = _eliminate(q, S, True)
-    elif ROLLED:
-        # Known at run time only, lest the compiler unroll it.
-        d = _eliminate_rolled(q, tl.where(n_k > 0, S, 0), S)
+        d = _eliminate_pivoting(q, S)
     else:
-        d = _eliminate(q, S, False)
+        # The number of steps is a run-time value, lest the compiler unroll them.
+        d = _eliminate(q, tl.where(n_k > 0, S, 0), S)
     for r in tl.static_range(S):
         tl.store(delta + at + r * S + cols, d[r], mask=mask & (lanes >= P))
 

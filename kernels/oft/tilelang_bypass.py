@@ -70,7 +70,7 @@ def _store(
     return (whole if size == width else padded)(tile, out, start, first)
 
 
-def _turn(dsl: Dsl, tile: Any, high: Any, low: Any, factor: Any, accs: Any, result: Any, width: int) -> Any:
+def _turn(dsl: Dsl, tile: Any, high: Any, low: Any, factor: Any, accs: Any, result: Any, width: int, tall: bool = False) -> Any:
     """result[:, block] = factor · tile[:, block] @ (high + low)[block] for every block of the tile; `accs` has one each.
 
     Where there is only one matrix, all blocks of the tile are its.
@@ -79,13 +79,22 @@ def _turn(dsl: Dsl, tile: Any, high: Any, low: Any, factor: Any, accs: Any, resu
     alone = int(high.shape[0]) == width
     blocks = tuple(range(int(tile.shape[1]) // width))
 
+    # Full float32 products run on CUDA cores, for which `Dsl.gemm` takes whole tiles only.
+    plain = not dsl.cpu and tile.dtype == "float32" and not dsl.target.tf32
+
     @T.macro
     def turned(tile, high, low, factor, result):  # type: ignore[no-untyped-def]
         for b in blocks:
             T.clear(accs[b])
-            dsl.gemm(tile[:, b * width : (b + 1) * width], high if alone else high[b * width : (b + 1) * width, :], accs[b])
-            if tile.dtype != "float32":
-                dsl.gemm(tile[:, b * width : (b + 1) * width], low if alone else low[b * width : (b + 1) * width, :], accs[b])
+            if plain:
+                for n in T.serial(width):
+                    for i, j in dsl.parallel(tile.shape[0], width):
+                        accs[b][i, j] += tile[i, b * width + n] * high[(0 if alone else b * width) + n, j]
+            else:
+                first = 0 if alone else b * width
+                dsl.gemm(tile[:, b * width : (b + 1) * width], high[first : first + width, :], accs[b], tall=tall)
+                if tile.dtype != "float32":
+                    dsl.gemm(tile[:, b * width : (b + 1) * width], low[first : first + width, :], accs[b], tall=tall)
         for b in blocks:
             for i, j in dsl.parallel(tile.shape[0], width):
                 accs[b][i, j] *= factor[0]
@@ -114,19 +123,21 @@ def forward(
         delta: T.Tensor((n_k, S, S), "float32"),
     ):
         T.annotate_pass_configs(dsl.passes(config.passes))
-        with T.Kernel(T.ceildiv(n_k, N), T.ceildiv(n_t, BLOCK_T * config.tiles), threads=config.threads) as (
+        with T.Kernel(T.ceildiv(n_k, N), T.ceildiv(n_t, BLOCK_T * config.tiles * config.steps), threads=config.threads) as (
             pid_k,
             pid_t,
         ):
             ahead = [dsl.fragment((BLOCK_T, N * P), dtype) for t in tiles]
             tile = dsl.shared((BLOCK_T, N * P), dtype)
             result = dsl.shared((BLOCK_T, N * P), "float32" if base_dtype is not None else out_dtype)
+            if config.swizzled and not dsl.cpu:
+                dsl.swizzle(result)
             accs = [dsl.fragment((BLOCK_T, P)) for b in tuple(range(N))]
             d = dsl.shared((N * P, P), "float32")
             high, low = dsl.shared((N * P, P), dtype), dsl.shared((N * P, P), dtype)
             factor = dsl.shared((1,), "float32")
             for t in tiles:
-                _load(dsl, y, (pid_t * config.tiles + t) * BLOCK_T, pid_k * N, ahead[t], S, P, n_k)
+                _load(dsl, y, (pid_t * config.steps * config.tiles + t) * BLOCK_T, pid_k * N, ahead[t], S, P, n_k)
             if inline:
                 solve_inline(dsl, blocks, pid_k * N, shrink[0] if has_shrink else 1.0, d, S, P, config.threads)
                 if save:
@@ -147,17 +158,21 @@ def forward(
                 P,
                 False,
             )
-            for t in tiles:
-                start = (pid_t * config.tiles + t) * BLOCK_T
-                T.copy(ahead[t], tile)
-                _turn(dsl, tile, high, low, factor, accs, result, P)
-                if base_dtype is not None:
-                    for i, j in dsl.parallel(BLOCK_T, N * P):
-                        if start + i < n_t and pid_k * N + j // P < n_k and j % P < S:
-                            col = (pid_k * N + j // P) * S + j % P
-                            out[start + i, col] = result[i, j] + T.cast(base[start + i, col], "float32")
-                else:
-                    _store(dsl, result, out, start, pid_k * N, S, P, n_k)
+            for step in T.serial(config.steps):
+                for t in tiles:
+                    start = ((pid_t * config.steps + step) * config.tiles + t) * BLOCK_T
+                    T.copy(ahead[t], tile)
+                    if config.steps > 1:
+                        if step + 1 < config.steps:
+                            _load(dsl, y, start + config.tiles * BLOCK_T, pid_k * N, ahead[t], S, P, n_k)
+                    _turn(dsl, tile, high, low, factor, accs, result, P, config.tall)
+                    if base_dtype is not None:
+                        for i, j in dsl.parallel(BLOCK_T, N * P):
+                            if start + i < n_t and pid_k * N + j // P < n_k and j % P < S:
+                                col = (pid_k * N + j // P) * S + j % P
+                                out[start + i, col] = result[i, j] + T.cast(base[start + i, col], "float32")
+                    else:
+                        _store(dsl, result, out, start, pid_k * N, S, P, n_k)
 
     return kernel
 
@@ -191,6 +206,8 @@ def backward(
             g = dsl.shared((ROWS, COLS), dtype)
             tile = dsl.shared((ROWS, COLS), dtype)
             result = dsl.shared((ROWS, COLS), dtype)
+            if config.swizzled and not dsl.cpu:
+                dsl.swizzle(result)
             accs = [dsl.fragment((ROWS, P)) for b in tuple(range(N * LANES))]
             # Every pair of blocks (or lanes), of which the diagonal ones are P: enough rows for all warps of a product.
             product = dsl.fragment((COLS, COLS))
@@ -219,7 +236,7 @@ def backward(
                     if need_p:
                         dsl.gemm(tile, g, product, transpose_a=True)
                     if need_y:
-                        _turn(dsl, g, high, low, factor, accs, result, P)
+                        _turn(dsl, g, high, low, factor, accs, result, P, config.tall)
                         _store(dsl, result, grad_y, start, pid_k * N, S, P, n_k, LANES)
             else:
                 for step in dsl.pipelined(STEPS, min(config.stages, STEPS) if S == P else 0):
@@ -229,7 +246,7 @@ def backward(
                         _load(dsl, y, start, pid_k * N, tile, S, P, n_k)
                         dsl.gemm(tile, g, product, transpose_a=True)
                     if need_y:
-                        _turn(dsl, g, high, low, factor, accs, result, P)
+                        _turn(dsl, g, high, low, factor, accs, result, P, config.tall)
                         _store(dsl, result, grad_y, start, pid_k * N, S, P, n_k)
             if need_p:
                 if split and LANES == 1:

@@ -64,6 +64,8 @@ class Tokens:
     stages: int = 3
     inline: bool = True
     lanes: int = 1
+    swizzled: bool = False
+    tall: bool = False
     passes: tuple[str, ...] = _PLAIN
 
 
@@ -95,7 +97,7 @@ def bypass_config(
 ) -> Tokens:
     """A bypass kernel's launch: rows of 64 channels, and a few programs for every SM, each with tokens enough to fill it."""
     if target.cpu:
-        return Tokens(16, max(1, 32 // pad(size)), 32, steps=2)
+        return Tokens(16, max(1, 32 // pad(size)), 32, steps=2 if backward else 1)
     blocks = max(1, 64 // pad(size))
     # A warp's share of a product is at least 16 tokens.
     if not backward:
