@@ -11,8 +11,6 @@ from torch import Tensor
 from kernels.common.cayley import MAX_INLINE, MAX_Q, pad
 from kernels.common.tilelang_target import Dsl, build, dtype_name, target_of
 
-VARIANT = {"rolled": True}
-
 
 def _skew(dsl: Dsl, upper: Any, lower: Any, factor: Any) -> Any:
     """An entry of Q, kept within MAX_Q."""
@@ -164,12 +162,11 @@ def solve_lanes(dsl: Dsl, blocks: Any, first: Any, factor: Any, tile: Any, size:
                     x[r], heads[r], order[r] = held[0], held[1], held[2]
 
     @T.macro
-    def eliminated(x, heads, order, col, pivoting):  # type: ignore[no-untyped-def]
+    def eliminated_pivoting(x, heads, order, col):  # type: ignore[no-untyped-def]
         for p in T.unroll(size):
             for r in T.unroll(size):
                 heads[r] = T.shfl_sync(x[r], p, 16)
-            if pivoting:
-                exchanged(x, heads, order, p)
+            exchanged(x, heads, order, p)
             heads[p] = 1.0 / heads[p]
             x[p] = T.if_then_else(col == p, heads[p], x[p] * heads[p])
             for r in T.unroll(size):
@@ -177,24 +174,27 @@ def solve_lanes(dsl: Dsl, blocks: Any, first: Any, factor: Any, tile: Any, size:
                     x[r] = T.if_then_else(col == p, 0.0, x[r]) - heads[r] * x[p]
 
     @T.macro
-    def rolled(x, heads, pivot, col):  # type: ignore[no-untyped-def]
-        # A loop of one step's code, which a launch has to fetch from cold memory: rows move up by one as they are written,
-        # so that the pivot row is always the first, and are back in their places at the end.
+    def eliminated(x, heads, scalars, col):  # type: ignore[no-untyped-def]
+        # Rows move up by one at each step, so that the pivot row is always the first: a loop of one step's code, all of
+        # which a launch has to fetch from cold memory. The next pivot row comes first, so that its head is on its way
+        # while the other rows follow. Pivots are from 1 to about 2^9 here, which the quick division takes to a bit or two.
+        scalars[1] = T.call_extern("float32", "__fdividef", 1.0, T.shfl_sync(x[0], 0, 16))
         for p in T.unroll(size, unroll_factor=1):
-            for r in T.unroll(size):
-                heads[r] = T.shfl_sync(x[r], p, 16)
-            # Between 1 and 2^31 here, where the quick division is good to the last bit but one.
-            heads[0] = T.call_extern("float32", "__fdividef", 1.0, heads[0])
-            pivot[0] = T.if_then_else(col == p, heads[0], x[0] * heads[0])
             for r in T.unroll(size - 1):
-                x[r] = T.if_then_else(col == p, 0.0, x[r + 1]) - heads[r + 1] * pivot[0]
-            x[size - 1] = pivot[0]
+                heads[r + 1] = T.shfl_sync(x[r + 1], p, 16)
+            scalars[0] = T.if_then_else(col == p, scalars[1], x[0] * scalars[1])
+            x[0] = T.if_then_else(col == p, 0.0, x[1]) - heads[1] * scalars[0]
+            heads[0] = T.shfl_sync(x[0], p + 1, 16)
+            for r in tuple(range(size - 2)):
+                x[r + 1] = T.if_then_else(col == p, 0.0, x[r + 2]) - heads[r + 2] * scalars[0]
+            x[size - 1] = scalars[0]
+            scalars[1] = T.call_extern("float32", "__fdividef", 1.0, heads[0])
 
     @T.macro
     def solved(blocks, first, factor, tile, lane):  # type: ignore[no-untyped-def]
         q, x, heads = (T.alloc_local((size,), "float32") for _ in range(3))
         order = T.alloc_local((size,), "float32")
-        top, held = T.alloc_local((1,), "float32"), T.alloc_local((1,), "float32")
+        top, scalars = T.alloc_local((1,), "float32"), T.alloc_local((2,), "float32")
         block, col = lane // 16 % count, lane % 16
         k, c = T.min(first + block, blocks.shape[0] - 1), T.min(col, size - 1)
         inside = (first + block < blocks.shape[0]) & (col < size)
@@ -211,12 +211,10 @@ def solve_lanes(dsl: Dsl, blocks: Any, first: Any, factor: Any, tile: Any, size:
             q[r] = T.if_then_else(inside, _bounded(dsl, heads[r]), 0.0)
             x[r] = T.if_then_else(col == r, 1.0, 0.0) - q[r]
             top[0] = T.max(top[0], _magnitude(dsl, q[r]))
-        for step in T.unroll(5):
-            top[0] = T.max(top[0], T.shfl_xor(top[0], 1 << step))
-        if top[0] > 1.0:
+        if T.call_extern("int32", "__any_sync", T.uint32(0xFFFFFFFF), T.cast(top[0] > 1.0, "int32")) != 0:
             for r in T.unroll(size):
                 order[r] = T.cast(r, "float32")
-            eliminated(x, heads, order, col, True)
+            eliminated_pivoting(x, heads, order, col)
             # Rows were exchanged, so columns of the inverse are out of their places.
             source = T.alloc_var("int32")
             source = col
@@ -225,10 +223,8 @@ def solve_lanes(dsl: Dsl, blocks: Any, first: Any, factor: Any, tile: Any, size:
             for r in T.unroll(size):
                 x[r] = T.shfl_sync(x[r], source, 16)
         else:
-            if VARIANT["rolled"]:
-                rolled(x, heads, held, col)
-            else:
-                eliminated(x, heads, order, col, False)
+            if size > 1:
+                eliminated(x, heads, scalars, col)
         # D = 2 (X - I), but on the diagonal of a small Q that cancels, and 2 Q X does not.
         top[0] = 0.0
         for r in T.unroll(size):

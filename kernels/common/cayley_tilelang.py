@@ -11,8 +11,6 @@ from torch import Tensor
 from kernels.common.cayley import pad
 from kernels.common.tilelang_target import Dsl, build, dtype_name, target_of
 
-VARIANT = {"direct": True, "finish": True}
-
 
 def finish_scalars(dsl: Dsl, product: Any, delta: Any, grad: Any, size: int) -> Any:
     """grad[S * S] = ∂L/∂Q - ∂L/∂Qᵀ of one block from P and D, all in every thread's own registers."""
@@ -102,11 +100,10 @@ def rotation(
 ) -> Any:
     """M = D diag(r) + diag(r - 1) of N blocks (M = D without rescale), or its transpose, through `split`.
 
-    tile: D as a shared [N * P, P] float32 tile. delta: None where `tile` holds D already, else [k, S, S] to fill it from.
+    delta: D as [k, S, S], or None where `tile`, shared [N * P, P] in float32, holds it.
     """
     T = dsl.T
     rows = tile.shape[0]
-    direct = VARIANT["direct"]
 
     def entry(i: Any, n: Any, m: Any) -> Any:
         if size == width:
@@ -119,11 +116,9 @@ def rotation(
     @T.macro
     def filled(tile, high, low, factor):  # type: ignore[no-untyped-def]
         value = dsl.fragment((rows, width))
-        if delta is not None and not direct:
-            load_blocks(dsl, delta, first, tile, size, width)
         for i, j in dsl.parallel(rows, width):
             n, m = (j, i % width) if transposed else (i % width, j)
-            d = entry(i, n, m) if delta is not None and direct else tile[i - i % width + n, m]
+            d = tile[i - i % width + n, m] if delta is None else entry(i, n, m)
             if rescale is None:
                 value[i, j] = d
             else:
@@ -215,7 +210,7 @@ def _finish(
     T = dsl.T
     splits, n_k, n_o = T.dynamic("splits"), T.dynamic("n_k"), T.dynamic("n_o")
     # Sums of every eighth partial of a small block, so that many loads are in flight at once.
-    GROUPS = 8 if P <= 16 and VARIANT["finish"] else 1
+    GROUPS = 8 if P <= 16 else 1
     groups = tuple(range(GROUPS))
     threads = 64 if P <= 16 and GROUPS == 1 else 256
 
