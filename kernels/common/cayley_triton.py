@@ -93,17 +93,17 @@ def _eliminate(q, steps, S: tl.constexpr):
     for r in tl.static_range(S):
         system = system + (tl.where(lanes < P, tl.where(cols == r, 1.0, 0.0) - q[r], 2.0 * q[r]),)
     # The next pivot row comes first, so that its head is on its way while the other rows follow.
-    inverse = 1.0 / tl.gather(system[0], tl.zeros((N, 2 * P), tl.int32), axis=1)
+    inverse = 1.0 / tl.gather(system[0], tl.zeros((N, 2 * P), tl.int32), axis=1)  # type: ignore[misc]
     for p in range(steps):
         from_p = tl.zeros((N, 2 * P), tl.int32) + p
         heads = ()
         for r in tl.static_range(1, S):
             heads = heads + (tl.gather(system[r], from_p, axis=1),)
-        pivot = system[0] * inverse
+        pivot = system[0] * inverse  # type: ignore[misc]
         if S == 1:
             swept = (pivot,)
         else:
-            following = system[1] - heads[0] * pivot
+            following = system[1] - heads[0] * pivot  # type: ignore[misc]
             inverse = 1.0 / tl.gather(following, (from_p + 1) % S, axis=1)
             swept = (following,)
             for r in tl.static_range(2, S):

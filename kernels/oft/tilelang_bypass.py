@@ -70,7 +70,9 @@ def _store(
     return (whole if size == width else padded)(tile, out, start, first)
 
 
-def _turn(dsl: Dsl, tile: Any, high: Any, low: Any, factor: Any, accs: Any, result: Any, width: int, tall: bool = False) -> Any:
+def _turn(
+    dsl: Dsl, tile: Any, high: Any, low: Any, factor: Any, accs: Any, result: Any, width: int, tall: bool = False
+) -> Any:
     """result[:, block] = factor · tile[:, block] @ (high + low)[block] for every block of the tile; `accs` has one each.
 
     Where there is only one matrix, all blocks of the tile are its.
@@ -123,7 +125,9 @@ def forward(
         delta: T.Tensor((n_k, S, S), "float32"),
     ):
         T.annotate_pass_configs(dsl.passes(config.passes))
-        with T.Kernel(T.ceildiv(n_k, N), T.ceildiv(n_t, BLOCK_T * config.tiles * config.steps), threads=config.threads) as (
+        with T.Kernel(
+            T.ceildiv(n_k, N), T.ceildiv(n_t, BLOCK_T * config.tiles * config.steps), threads=config.threads
+        ) as (
             pid_k,
             pid_t,
         ):
