@@ -78,12 +78,11 @@ def finish_scalars(product, delta, S: tl.constexpr):
 
 
 @triton.jit
-def _eliminate(q, steps, S: tl.constexpr):
-    """D from the rows of Q (a tuple of [N, 2 P] tiles), by Gauss-Jordan on [I - Q | 2 Q].
+def _eliminate(q, S: tl.constexpr, PIVOT: tl.constexpr):
+    """D from the rows of Q (a tuple of [N, P] tiles), by Gauss-Jordan on [I - Q | 2 Q], or pivoting on [I - Q | I].
 
     A row of the system is a register of every lane and a column is a lane, so that the pivot row is at hand and a
-    column's entry comes by one shuffle: no barrier. Rows move up by one at each of `steps` = S steps, so that the pivot row
-    is always the first: a loop of one step's code, all of which a launch has to fetch from cold memory.
+    column's entry comes by one shuffle: no barrier.
     """
     N: tl.constexpr = q[0].shape[0]
     P: tl.constexpr = q[0].shape[1] // 2
@@ -91,66 +90,36 @@ def _eliminate(q, steps, S: tl.constexpr):
     cols = lanes % P
     system = ()
     for r in tl.static_range(S):
-        system = system + (tl.where(lanes < P, tl.where(cols == r, 1.0, 0.0) - q[r], 2.0 * q[r]),)
-    # The next pivot row comes first, so that its head is on its way while the other rows follow.
-    inverse = 1.0 / tl.gather(system[0], tl.zeros((N, 2 * P), tl.int32), axis=1)  # type: ignore[misc]
-    for p in range(steps):
-        from_p = tl.zeros((N, 2 * P), tl.int32) + p
-        heads = ()
-        for r in tl.static_range(1, S):
-            heads = heads + (tl.gather(system[r], from_p, axis=1),)
-        pivot = system[0] * inverse  # type: ignore[misc]
-        if S == 1:
-            swept = (pivot,)
-        else:
-            following = system[1] - heads[0] * pivot  # type: ignore[misc]
-            inverse = 1.0 / tl.gather(following, (from_p + 1) % S, axis=1)
-            swept = (following,)
-            for r in tl.static_range(2, S):
-                swept = swept + (system[r] - heads[r - 1] * pivot,)
-            swept = swept + (pivot,)
-        system = swept
-    return system
-
-
-@triton.jit
-def _eliminate_pivoting(q, S: tl.constexpr):
-    """As `_eliminate`, with pivots and on [I - Q | I]."""
-    N: tl.constexpr = q[0].shape[0]
-    P: tl.constexpr = q[0].shape[1] // 2
-    lanes = tl.arange(0, 2 * P)[None, :]
-    cols = lanes % P
-    system = ()
-    for r in tl.static_range(S):
         one = tl.where(cols == r, 1.0, 0.0)
-        system = system + (tl.where(lanes < P, one - q[r], one),)
+        system = system + (tl.where(lanes < P, one - q[r], one if PIVOT else 2.0 * q[r]),)
     for p in tl.static_range(S):
         from_p = tl.full((N, 2 * P), p, tl.int32)
         pivot, head = system[p], tl.gather(system[p], from_p, axis=1)
-        # Rows below p in turn give way to the row in hand where theirs has the larger head.
-        kept, heads = (), ()
+        heads = ()
         for r in tl.static_range(S):
-            row = system[r]
-            if r == p:
-                row_head = head
-            else:
-                row_head = tl.gather(row, from_p, axis=1)
-            if r > p:
-                larger = tl.abs(row_head) > tl.abs(head)
-                row, pivot = tl.where(larger, pivot, row), tl.where(larger, row, pivot)
-                row_head, head = tl.where(larger, head, row_head), tl.where(larger, row_head, head)
-            kept, heads = kept + (row,), heads + (row_head,)
+            heads = heads + ((tl.gather(system[r], from_p, axis=1) if r != p else head),)
+        if PIVOT:
+            # Rows below p in turn give way to the row in hand where theirs has the larger head.
+            kept, kept_heads = (), ()
+            for r in tl.static_range(S):
+                row, row_head = system[r], heads[r]
+                if r > p:
+                    larger = tl.abs(row_head) > tl.abs(head)
+                    row, pivot = tl.where(larger, pivot, row), tl.where(larger, row, pivot)
+                    row_head, head = tl.where(larger, head, row_head), tl.where(larger, row_head, head)
+                kept, kept_heads = kept + (row,), kept_heads + (row_head,)
+            system, heads = kept, kept_heads
         pivot *= 1.0 / head
         swept = ()
         for r in tl.static_range(S):
             if r == p:
                 swept = swept + (pivot,)
             else:
-                swept = swept + (kept[r] - heads[r] * pivot,)
+                swept = swept + (system[r] - heads[r] * pivot,)
         system = swept
     delta = ()
     for r in tl.static_range(S):
-        delta = delta + (2.0 * (system[r] - tl.where(cols == r, 1.0, 0.0)),)
+        delta = delta + ((2.0 * (system[r] - tl.where(cols == r, 1.0, 0.0)) if PIVOT else system[r]),)
     return delta
 
 
@@ -172,10 +141,9 @@ def solve_lanes(blocks, delta, factor, first, n_k, S: tl.constexpr, N: tl.conste
         entry = _skew(upper, tl.load(blocks + at + cols * S + r, mask=mask, other=0.0), factor)
         q, top = q + (entry,), tl.maximum(top, tl.abs(entry))
     if tl.max(tl.max(top, axis=1), axis=0) > 1.0:
-        d = _eliminate_pivoting(q, S)
+        d = _eliminate(q, S, True)
     else:
-        # The number of steps is a run-time value, lest the compiler unroll them.
-        d = _eliminate(q, tl.where(n_k > 0, S, 0), S)
+        d = _eliminate(q, S, False)
     for r in tl.static_range(S):
         tl.store(delta + at + r * S + cols, d[r], mask=mask & (lanes >= P))
 

@@ -28,11 +28,10 @@ from kernels.lokr.triton_factors import Finish, GradPlan, Side, factor_tile, sid
 
 @dataclass(frozen=True)
 class Forward:
-    """Launch of the forward: at most `per_sm` programs an SM walk over tokens; where none `walks`, a program makes one."""
+    """Launch of the forward: at most `per_sm` programs an SM walk over tokens."""
 
     per_sm: int
     num_warps: int
-    walks: bool = True
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def _forward_kernel(
     LAYOUT1: tl.constexpr, BLOCK_R1: tl.constexpr, LAYOUT2: tl.constexpr, BLOCK_R2: tl.constexpr,
     STRIDE_X: tl.constexpr, STRIDE_BASE: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_BASE: tl.constexpr, WALKS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_BASE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     A: tl.constexpr = LAYOUT1[0]
     C: tl.constexpr = LAYOUT2[0]
@@ -82,18 +81,16 @@ def _forward_kernel(
         w2, factor = to_operand(w2, dtype)
         scale *= factor
     w2_t = tl.trans(w2)
-    for t in tl.range(first, n_t if WALKS else first + 1, programs, num_stages=1):
+    for t in tl.range(first, n_t, programs, num_stages=1):
         token = tl.cast(t, tl.int64)
-        if WALKS:
-            ahead = token + programs
-            following = tl.load(at_x + ahead * STRIDE_X, mask=mask_x & (ahead < n_t), other=0.0)
+        ahead = token + programs
+        following = tl.load(at_x + ahead * STRIDE_X, mask=mask_x & (ahead < n_t), other=0.0)
         u, row_factor = to_operand_by_row(tl.dot(w1, tile, input_precision=PRECISION), dtype)
         y = tl.dot(u, w2_t, input_precision=PRECISION) * (scale * row_factor)
         if HAS_BASE:
             y += tl.load(base + token * STRIDE_BASE + at_y, mask=mask_y, other=0.0).to(tl.float32)
         tl.store(out + token * (A * C) + at_y, y.to(out.dtype.element_ty), mask=mask_y)
-        if WALKS:
-            tile = following
+        tile = following
 
 
 @planned
@@ -232,12 +229,11 @@ def bypass_forward(
         triton_tiled.apply(flat, side1, side2, scale, bias, out.view(flat.shape[0], -1))
         return out, ()
     stride_base = 0 if bias is None else bias.stride(0)
-    programs = min(flat.shape[0], config.per_sm * sms) if config.walks else flat.shape[0]
-    _forward_kernel[(programs,)](
+    _forward_kernel[(min(flat.shape[0], config.per_sm * sms),)](
         flat, *side1[:2], *side2[:2], bias, out, flat.shape[0], scale,
         side1.layout, side1.block_r, side2.layout, side2.block_r, flat.stride(0), stride_base,
-        *map(_block, (*side1.layout[:2], *side2.layout[:2])), bias is not None, config.walks,
-        precision(x.dtype), num_warps=config.num_warps,
+        *map(_block, (*side1.layout[:2], *side2.layout[:2])), bias is not None, precision(x.dtype),
+        num_warps=config.num_warps,
     )  # fmt: skip
     return out, ()
 
