@@ -189,6 +189,24 @@ def test_bad_rescale_and_constraint_are_named(backend: str) -> None:
         oft.merge(normal(3, 4, 2), values["weight"], backend=backend)
 
 
+@pytest.mark.parametrize("size", (12, 16))
+def test_tokens_of_one_block_in_lanes(size: int) -> None:
+    """TileLang's bypass with the tokens of a block shared out over several sums: over all of them, and in two spans."""
+    need("tilelang", torch.float32, build=True)
+    from kernels.oft import tilelang_impl as backend
+
+    values = arguments("bypass", 3, size, 150)
+    y, blocks = (value.requires_grad_() for value in values.values())
+    g = normal(150, 3 * size, seed=2)
+    needs = (True, True, False)
+    _, saved = backend.bypass_forward(y, blocks, None, 0.0, base=None, out_dtype=y.dtype, needs=needs)
+    bypass_reference(y, blocks).backward(g)
+    for config in (backend.Tokens(64, 1, 64, steps=0, lanes=4), backend.Tokens(64, 1, 64, steps=2, lanes=4)):
+        grads = backend.bypass_backward(g, y, blocks, None, 0.0, saved=saved, needs=needs, config=config)
+        torch.testing.assert_close(grads[0], y.grad, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(grads[1], blocks.grad, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32))
 @pytest.mark.parametrize("size", (3, 7, 12, 24, 33, 64))

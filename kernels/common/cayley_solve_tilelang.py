@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from kernels.common.cayley import MAX_INLINE, MAX_Q, pad
-from kernels.common.tilelang_target import Dsl, build, dtype_name, target_of
+from kernels.common.tilelang_target import Dsl, Size, build, dtype_name, sizes, target_of
 
 
 def _skew(dsl: Dsl, upper: Any, lower: Any, factor: Any) -> Any:
@@ -21,7 +21,10 @@ def _skew(dsl: Dsl, upper: Any, lower: Any, factor: Any) -> Any:
 def _bounded(dsl: Dsl, q: Any) -> Any:
     """q within ±MAX_Q; NaN stays NaN."""
     T = dsl.T
-    return T.if_then_else(q > MAX_Q, MAX_Q, T.if_then_else(q < -MAX_Q, -MAX_Q, q))
+    if dsl.cpu:
+        return T.if_then_else(q > MAX_Q, MAX_Q, T.if_then_else(q < -MAX_Q, -MAX_Q, q))
+    # Comparisons would become branches around every entry.
+    return T.Select(T.isnan(q), q, T.max(T.min(q, T.float32(MAX_Q)), T.float32(-MAX_Q)))
 
 
 def _magnitude(dsl: Dsl, value: Any) -> Any:
@@ -162,23 +165,39 @@ def solve_lanes(dsl: Dsl, blocks: Any, first: Any, factor: Any, tile: Any, size:
                     x[r], heads[r], order[r] = held[0], held[1], held[2]
 
     @T.macro
-    def eliminated(x, heads, order, col, pivoting):  # type: ignore[no-untyped-def]
+    def eliminated_pivoting(x, heads, order, col):  # type: ignore[no-untyped-def]
         for p in T.unroll(size):
             for r in T.unroll(size):
                 heads[r] = T.shfl_sync(x[r], p, 16)
-            if pivoting:
-                exchanged(x, heads, order, p)
+            exchanged(x, heads, order, p)
             heads[p] = 1.0 / heads[p]
-            x[p] = T.if_then_else(col == p, heads[p], x[p] * heads[p])
+            x[p] = T.Select(col == p, heads[p], x[p] * heads[p])
             for r in T.unroll(size):
                 if r != p:
-                    x[r] = T.if_then_else(col == p, 0.0, x[r]) - heads[r] * x[p]
+                    x[r] = T.Select(col == p, T.float32(0.0), x[r]) - heads[r] * x[p]
+
+    @T.macro
+    def eliminated(x, heads, scalars, col):  # type: ignore[no-untyped-def]
+        # Rows move up by one at each step, so that the pivot row is always the first: a loop of one step's code, all of
+        # which a launch has to fetch from cold memory. The next pivot row comes first, so that its head is on its way
+        # while the other rows follow. Pivots are from 1 to about 2^9 here, which the quick division takes to a bit or two.
+        scalars[1] = T.call_extern("float32", "__fdividef", 1.0, T.shfl_sync(x[0], 0, 16))
+        for p in T.unroll(size, unroll_factor=1):
+            for r in T.unroll(size - 1):
+                heads[r + 1] = T.shfl_sync(x[r + 1], p, 16)
+            scalars[0] = T.Select(col == p, scalars[1], x[0] * scalars[1])
+            x[0] = T.Select(col == p, T.float32(0.0), x[1]) - heads[1] * scalars[0]
+            heads[0] = T.shfl_sync(x[0], p + 1, 16)
+            for r in tuple(range(size - 2)):
+                x[r + 1] = T.Select(col == p, T.float32(0.0), x[r + 2]) - heads[r + 2] * scalars[0]
+            x[size - 1] = scalars[0]
+            scalars[1] = T.call_extern("float32", "__fdividef", 1.0, heads[0])
 
     @T.macro
     def solved(blocks, first, factor, tile, lane):  # type: ignore[no-untyped-def]
         q, x, heads = (T.alloc_local((size,), "float32") for _ in range(3))
         order = T.alloc_local((size,), "float32")
-        top = T.alloc_local((1,), "float32")
+        top, scalars = T.alloc_local((1,), "float32"), T.alloc_local((2,), "float32")
         block, col = lane // 16 % count, lane % 16
         k, c = T.min(first + block, blocks.shape[0] - 1), T.min(col, size - 1)
         inside = (first + block < blocks.shape[0]) & (col < size)
@@ -192,33 +211,34 @@ def solve_lanes(dsl: Dsl, blocks: Any, first: Any, factor: Any, tile: Any, size:
             q[r], x[r] = T.cast(blocks[k, r, c], "float32"), T.cast(own[r], "float32")
         for r in T.unroll(size):
             heads[r] = factor * (q[r] - x[r])
-            q[r] = T.if_then_else(inside, _bounded(dsl, heads[r]), 0.0)
-            x[r] = T.if_then_else(col == r, 1.0, 0.0) - q[r]
+            q[r] = T.Select(inside, _bounded(dsl, heads[r]), T.float32(0.0))
+            x[r] = T.Select(col == r, T.float32(1.0), T.float32(0.0)) - q[r]
             top[0] = T.max(top[0], _magnitude(dsl, q[r]))
-        for step in T.unroll(5):
-            top[0] = T.max(top[0], T.shfl_xor(top[0], 1 << step))
-        if top[0] > 1.0:
+        if T.call_extern("int32", "__any_sync", T.uint32(0xFFFFFFFF), T.cast(top[0] > 1.0, "int32")) != 0:
             for r in T.unroll(size):
                 order[r] = T.cast(r, "float32")
-            eliminated(x, heads, order, col, True)
+            eliminated_pivoting(x, heads, order, col)
             # Rows were exchanged, so columns of the inverse are out of their places.
             source = T.alloc_var("int32")
             source = col
             for p in T.unroll(size):
-                source = T.if_then_else(T.cast(order[p], "int32") == col, p, source)
+                source = T.Select(T.cast(order[p], "int32") == col, p, source)
             for r in T.unroll(size):
                 x[r] = T.shfl_sync(x[r], source, 16)
         else:
-            eliminated(x, heads, order, col, False)
+            if size > 1:
+                eliminated(x, heads, scalars, col)
         # D = 2 (X - I), but on the diagonal of a small Q that cancels, and 2 Q X does not.
-        top[0] = 0.0
+        scalars[0] = 0.0
+        scalars[1] = 0.0
         for r in T.unroll(size):
-            top[0] += -2.0 * q[r] * x[r]
+            scalars[0] += -2.0 * q[r] * x[r]
+            scalars[1] = T.Select(col == r, x[r], scalars[1])
+        scalars[1] = 2.0 * (scalars[1] - 1.0)
+        scalars[0] = T.Select(scalars[1] > T.float32(-0.5), scalars[0], scalars[1])
         for r in T.unroll(16):
             if r < size:
-                tile[block * 16 + r, col] = T.if_then_else(
-                    col == r, T.if_then_else(2.0 * (x[r] - 1.0) > -0.5, top[0], 2.0 * (x[r] - 1.0)), 2.0 * x[r]
-                )
+                tile[block * 16 + r, col] = T.Select(col == r, scalars[0], 2.0 * x[r])
             else:
                 tile[block * 16 + r, col] = 0.0
 
@@ -259,10 +279,10 @@ def _solve(dsl: Dsl, *, S: int, P: int, dtype: str, has_shrink: bool) -> Any:
     return kernel
 
 
-def _solve_pair(dsl: Dsl, *, S: int, dtype: str, has_shrink: bool) -> Any:
-    """delta[k] = D for S ≤ 16, on CUDA: a warp takes two blocks."""
+def _solve_pair(dsl: Dsl, *, K: Size, S: int, dtype: str, has_shrink: bool) -> Any:
+    """delta[k] = D for S ≤ 16, on CUDA: a warp takes two blocks. A constant K spares each access its guard."""
     T = dsl.T
-    n_k = T.dynamic("n_k")
+    n_k = dsl.size("n_k", K)
 
     @T.prim_func
     def kernel(
@@ -288,6 +308,9 @@ def solve(blocks: Tensor, delta: Tensor, shrink: Tensor | None, inline: bool) ->
     if small and (inline or target.cpu):
         return True
     constants = {"S": size, "dtype": dtype_name(blocks.dtype), "has_shrink": shrink is not None}
-    run = build(_solve_pair, target, **constants) if small else build(_solve, target, P=pad(size), **constants)
+    if small:
+        run = build(_solve_pair, target, **sizes(target, K=len(blocks)), **constants)
+    else:
+        run = build(_solve, target, P=pad(size), **constants)
     run(blocks, None if shrink is None else shrink.view(1), delta)
     return False

@@ -100,19 +100,25 @@ def rotation(
 ) -> Any:
     """M = D diag(r) + diag(r - 1) of N blocks (M = D without rescale), or its transpose, through `split`.
 
-    tile: D as a shared [N * P, P] float32 tile. delta: None where `tile` holds D already, else [k, S, S] to fill it from.
+    delta: D as [k, S, S], or None where `tile`, shared [N * P, P] in float32, holds it.
     """
     T = dsl.T
     rows = tile.shape[0]
 
+    def entry(i: Any, n: Any, m: Any) -> Any:
+        if size == width:
+            k = T.min(first + i // width, delta.shape[0] - 1)
+            return delta[k, n, m]
+        exists = (first + i // width < delta.shape[0]) & (n < size) & (m < size)
+        k = T.min(first + i // width, delta.shape[0] - 1)
+        return T.if_then_else(exists, delta[k, T.min(n, size - 1), T.min(m, size - 1)], 0.0)
+
     @T.macro
     def filled(tile, high, low, factor):  # type: ignore[no-untyped-def]
         value = dsl.fragment((rows, width))
-        if delta is not None:
-            load_blocks(dsl, delta, first, tile, size, width)
         for i, j in dsl.parallel(rows, width):
             n, m = (j, i % width) if transposed else (i % width, j)
-            d = tile[i - i % width + n, m]
+            d = tile[i - i % width + n, m] if delta is None else entry(i, n, m)
             if rescale is None:
                 value[i, j] = d
             else:
@@ -203,6 +209,10 @@ def _finish(
     """The gradients of one block a program from P = Σ_s parts[s], in the order of s."""
     T = dsl.T
     splits, n_k, n_o = T.dynamic("splits"), T.dynamic("n_k"), T.dynamic("n_o")
+    # Sums of every eighth partial of a small block, so that many loads are in flight at once.
+    GROUPS = 8 if P <= 16 else 1
+    groups = tuple(range(GROUPS))
+    threads = 64 if P <= 16 and GROUPS == 1 else 256
 
     @T.prim_func
     def kernel(
@@ -212,16 +222,31 @@ def _finish(
         grad_blocks: T.Tensor((n_k, S, S), dtype),
         grad_rescale: T.Tensor((n_o,), rescale_dtype),
     ):
-        with T.Kernel(n_k, threads=64 if P <= 16 else 256) as pid_k:
+        with T.Kernel(n_k, threads=threads) as pid_k:
             product = dsl.shared((P, P), "float32")
             d = dsl.shared((P, P), "float32")
             total = dsl.fragment((P, P))
             load_blocks(dsl, delta, pid_k, d, S, P)
-            T.clear(total)
-            for s in T.serial(splits):
+            if GROUPS > 1:
+                sums = dsl.fragment((GROUPS * P, P))
+                gathered = dsl.shared((GROUPS * P, P), "float32")
+                T.clear(sums)
+                for step in T.serial(T.ceildiv(splits, GROUPS)):
+                    for i, j in dsl.parallel(GROUPS * P, P):
+                        s = step * GROUPS + i // P
+                        if s < splits and i % P < S and j < S:
+                            sums[i, j] += parts[s, pid_k, i % P, j]
+                T.copy(sums, gathered)
                 for i, j in dsl.parallel(P, P):
-                    if i < S and j < S:
-                        total[i, j] += parts[s, pid_k, i, j]
+                    total[i, j] = gathered[i, j]
+                    for group in groups[1:]:
+                        total[i, j] += gathered[group * P + i, j]
+            else:
+                T.clear(total)
+                for s in T.serial(splits):
+                    for i, j in dsl.parallel(P, P):
+                        if i < S and j < S:
+                            total[i, j] += parts[s, pid_k, i, j]
             T.copy(total, product)
             finish_tile(
                 dsl, product, d, rescale if has_rescale else None, grad_blocks, grad_rescale, pid_k, S, P,

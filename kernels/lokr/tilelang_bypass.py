@@ -66,7 +66,7 @@ def forward_config(
     held += _pair_elements(side1, a, b, target) + _pair_elements(side2, c, d, target)
     if not target.cpu and held * itemsize + 1024 > target.shared_bytes:
         return None
-    return Forward(4 if tokens <= 8 * sms else 5, tokens > 4 * sms)
+    return Forward(4, tokens > 4 * sms)
 
 
 def backward_config(
