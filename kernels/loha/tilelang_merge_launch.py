@@ -20,6 +20,7 @@ from kernels.common.tilelang_target import Target, build, dtype_name, ready, siz
 from kernels.common.views import cdiv, sm_count
 from kernels.loha import tilelang_merge as kernels
 from kernels.loha import tilelang_rows as rows_kernels
+from kernels.loha import tilelang_strips as strip_kernels
 from kernels.loha.grads import Grads, new_grads
 from kernels.loha.tilelang_reduce import reduce_grads
 
@@ -29,7 +30,7 @@ _PLAIN = ("disable_warp_specialized",)
 
 @dataclass(frozen=True)
 class Merge:
-    """Launch of the merge: a block writes `steps` tiles of ΔW side by side, `staged` through shared memory or not."""
+    """Launch of the merge: a block writes `steps` tiles of ΔW, side by side or `by_rows`, `staged` in shared memory."""
 
     block_o: int
     block_i: int
@@ -37,6 +38,7 @@ class Merge:
     threads: int = 128
     stages: int = 0
     staged: bool = True
+    by_rows: bool = False
     passes: tuple[str, ...] = _PLAIN
 
 
@@ -61,6 +63,22 @@ class Rows:
     span: int
     threads: int = 128
     stages: int = 2
+    swizzle: bool = False
+    overlap: bool = False
+    passes: tuple[str, ...] = _PLAIN
+
+
+@dataclass(frozen=True)
+class Strips:
+    """Launch of the one-pass backward of small ranks: a block walks `span` rows of G over `subs` tiles of `block_i`."""
+
+    block_o: int
+    block_i: int
+    span: int
+    threads: int = 128
+    stages: int = 2
+    subs: int = 2
+    swizzle: bool = True
     passes: tuple[str, ...] = _PLAIN
 
 
@@ -97,7 +115,7 @@ def backward_config(
 
 def merge_backward_config(
     n_o: int, n_i: int, n_r: int, dtype: torch.dtype, target: Target, sms: int
-) -> MergeBackward | Rows:
+) -> MergeBackward | Rows | Strips:
     """The merge's backward: two passes over G where one would write large partials, as measured on an H200.
 
     Rank 64: 12288×3072 169.3 µs against 306.7 in one pass, 3072×3072 47.8 against 82.2; rank 16: 143.2 against 110.6.
@@ -167,13 +185,15 @@ def merge_backward(
     *,
     saved: tuple[Tensor, ...],
     needs: tuple[bool, ...],
-    config: MergeBackward | Rows | None = None,
+    config: MergeBackward | Rows | Strips | None = None,
 ) -> tuple[Tensor | None, ...]:
     """(grad_up1[O, R], grad_down1[R, I], grad_up2[O, R], grad_down2[R, I])."""
     (n_o, n_r), n_i = up1.shape, down1.shape[1]
     config = config or merge_backward_config(n_o, n_i, n_r, grad.dtype, target_of(grad), sm_count(grad.device))
     if isinstance(config, Rows):
         return row_backward(ready(grad), (up1, down1, up2, down2), scale, needs, config)
+    if isinstance(config, Strips):
+        return strip_backward(ready(grad), (up1, down1, up2, down2), scale, config)
     return factor_backward("loha", ready(grad), None, (up1, down1, up2, down2), scale, needs, config)
 
 
@@ -208,6 +228,29 @@ def factor_backward(
         None if up_parts is None else up_parts.view(-1, n_o, n_r),
         None if down_parts is None else down_parts.view(-1, n_r, n_i),
     )  # fmt: skip
+    reduce_grads((up_parts, down_parts), (ups, downs), scale)
+    return ups[0], downs[0], ups[1], downs[1]
+
+
+def strip_backward(
+    g: Tensor, factors: tuple[Tensor, Tensor, Tensor, Tensor], scale: float, config: Strips
+) -> tuple[Tensor | None, ...]:
+    """All four factors' gradients from ΔW's gradient g[O, I]."""
+    up1, down1, up2, down2 = (ready(t) for t in factors)
+    (n_o, n_r), n_i = up1.shape, down1.shape[1]
+    target = target_of(g)
+    up_parts, ups = new_grads(up1, up2, (True, True), cdiv(n_i, config.block_i * config.subs))
+    down_parts, downs = new_grads(down1, down2, (True, True), cdiv(n_o, config.span))
+    assert up_parts is not None and down_parts is not None
+    run = build(
+        strip_kernels.strip_backward,
+        target,
+        **sizes(target, I=n_i, R=n_r),
+        BLOCK_R=rank_block("loha", n_r),
+        dtype=dtype_name(g.dtype),
+        config=config,
+    )
+    run(g, up1, down1, up2, down2, up_parts.view(-1, n_o, n_r), down_parts.view(-1, n_r, n_i))
     reduce_grads((up_parts, down_parts), (ups, downs), scale)
     return ups[0], downs[0], ups[1], downs[1]
 
