@@ -93,13 +93,8 @@ def sum_parts(dsl: Dsl, parts: Any, row: Any, total: Any, part: Any, splits: Siz
     return sum_rows(parts, row, total, part)
 
 
-def store_tile(
-    dsl: Dsl, acc: Any, base: Any, out: Any, row: Any, col: Any, staged: bool, swizzled: bool = False
-) -> Any:
-    """out[row:, col:] = acc (+ base); `staged` gathers the tile in shared memory, for 16-byte or bulk stores.
-
-    `swizzled` is for 16-byte stores, for which TileLang lays the tile out row by row.
-    """
+def store_tile(dsl: Dsl, acc: Any, base: Any, out: Any, row: Any, col: Any, staged: bool) -> Any:
+    """out[row:, col:] = acc (+ base); `staged` gathers the tile in shared memory, for 16-byte or bulk stores."""
     T = dsl.T
     rows, cols = acc.shape
 
@@ -111,8 +106,6 @@ def store_tile(
                     acc[i, j] += T.cast(base[row + i, col + j], "float32")
         if staged:
             tile = dsl.shared((rows, cols), out.dtype)
-            if swizzled:
-                dsl.swizzle(tile)
             T.copy(acc, tile)
             T.copy(tile, out[row, col])
         else:

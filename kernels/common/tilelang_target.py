@@ -108,35 +108,20 @@ class Dsl:
         return self.T.serial(extent) if self.cpu or num_stages == 0 else self.T.Pipelined(extent, num_stages=num_stages)
 
     def gemm(
-        self,
-        a: Any,
-        b: Any,
-        c: Any,
-        transpose_a: bool = False,
-        transpose_b: bool = False,
-        tall: bool = False,
-        wait: bool = True,
+        self, a: Any, b: Any, c: Any, transpose_a: bool = False, transpose_b: bool = False, tall: bool = False
     ) -> Any:
         """c += a @ b, either operand transposed, accumulated in c's float32.
 
         a and b lie in shared memory, whole or as a range of rows, and c in registers. 16-bit operands use tensor cores
         (each side of the product a multiple of 16); float32 ones are multiplied in full float32 unless the target
-        allows TF32. `tall`: the warps share out c's rows rather than its columns. Without `wait` c may be read only after
-        a later product of the same shapes that does wait, and a and b must not be refilled before that.
+        allows TF32. `tall`: the warps share out c's rows rather than its columns.
         """
         (a_tile, a_row, rows), (b_tile, b_row, _) = _row_range(a), _row_range(b)
         if self.cpu or a_tile.dtype != "float32" or self.target.tf32:
             policy = self.T.GemmWarpPolicy.FullRow if tall else self.T.GemmWarpPolicy.Square
-            options = {} if wait or self.cpu else {"annotations": {"wg_wait": -1}}
-            return self.T.gemm(a, b, c, transpose_A=transpose_a, transpose_B=transpose_b, policy=policy, **options)
+            return self.T.gemm(a, b, c, transpose_A=transpose_a, transpose_B=transpose_b, policy=policy)
         steps = rows if transpose_a else a_tile.shape[1]
         return self._products(a_tile, a_row, b_tile, b_row, c, steps, transpose_a, transpose_b)
-
-    def landed(self, tile: Any, threads: int) -> Any:
-        """Says after a waiting product that `tile`, which one without `wait` made, is to be read only from here on."""
-        if not self.target.arch.startswith("sm_90"):
-            return self.T.evaluate(0)
-        return self.T.warpgroup_fence_operand(tile, num_regs=tile.shape[0] * tile.shape[1] // threads)
 
     def reduce_sum(self, source: Any, out: Any, dim: int) -> Any:
         """out = the sums of a 2-D register tile over axis `dim`, in the tile's own dtype."""

@@ -8,6 +8,28 @@ from typing import Any
 
 from kernels.common.tilelang_ops import store_tile, to_operand
 from kernels.common.tilelang_target import Dsl, Size
+from kernels.loha.tilelang_products import landed
+from kernels.loha.tilelang_products import product as under_way
+
+
+def store(dsl: Dsl, acc: Any, base: Any, out: Any, row: Any, col: Any, config: Any) -> Any:
+    """As `store_tile`; for 16-byte stores, a staged tile that is written by columns and read by rows is laid out for both."""
+    T = dsl.T
+    if dsl.cpu or not config.staged or "disable_tma_lower" not in config.passes:
+        return store_tile(dsl, acc, base, out, row, col, config.staged)
+
+    @T.macro
+    def staged(acc, out, row, col):  # type: ignore[no-untyped-def]
+        if base is not None:
+            for i, j in dsl.parallel(acc.shape[0], acc.shape[1]):
+                if row + i < out.shape[0] and col + j < out.shape[1]:
+                    acc[i, j] += T.cast(base[row + i, col + j], "float32")
+        tile = dsl.shared(acc.shape, out.dtype)
+        dsl.swizzle(tile)
+        T.copy(acc, tile)
+        T.copy(tile, out[row, col])
+
+    return staged(acc, out, row, col)
 
 
 def merge(
@@ -40,6 +62,8 @@ def merge(
             pid_i,
             pid_o,
         ):
+            if config.per_sm > 1 and not dsl.cpu:
+                T.annotate_min_blocks_per_sm(config.per_sm)
             up1_tile = dsl.shared((BLOCK_O, BLOCK_R), dtype)
             up2_tile = dsl.shared((BLOCK_O, BLOCK_R), dtype)
             down1_tile = dsl.shared((BLOCK_R, BLOCK_I), dtype)
@@ -61,19 +85,14 @@ def merge(
                 else:
                     T.copy(down1[0, i], down1_tile)
                     T.copy(down2[0, i], down2_tile)
-                T.clear(product1)
-                T.clear(product2)
                 # One statement to the pipeline, which else refills what the first product reads before it is waited for.
                 for _ in T.serial(T.min(O, 1)):
-                    dsl.gemm(up1_tile, down1_tile, product1, wait=False)
-                    dsl.gemm(up2_tile, down2_tile, product2)
-                dsl.landed(product1, config.threads)
+                    under_way(dsl, up1_tile, down1_tile, product1, clear=True, wait=False)
+                    under_way(dsl, up2_tile, down2_tile, product2, clear=True)
+                landed(dsl, product1, config.threads)
                 for m, n in dsl.parallel(BLOCK_O, BLOCK_I):
                     product1[m, n] *= product2[m, n] * scale
-                store_tile(
-                    dsl, product1, base if base_dtype is not None else None, out, o, i, config.staged,
-                    swizzled="disable_tma_lower" in config.passes,
-                )  # fmt: skip
+                store(dsl, product1, base if base_dtype is not None else None, out, o, i, config)
 
     return kernel
 

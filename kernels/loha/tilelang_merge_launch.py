@@ -39,6 +39,7 @@ class Merge:
     stages: int = 0
     staged: bool = True
     by_rows: bool = False
+    per_sm: int = 1
     passes: tuple[str, ...] = _PLAIN
 
 
@@ -65,6 +66,7 @@ class Rows:
     stages: int = 2
     swizzle: bool = False
     overlap: bool = False
+    per_sm: int = 1
     passes: tuple[str, ...] = _PLAIN
 
 
@@ -79,6 +81,7 @@ class Strips:
     stages: int = 2
     subs: int = 2
     swizzle: bool = True
+    per_sm: int = 1
     passes: tuple[str, ...] = _PLAIN
 
 

@@ -6,6 +6,7 @@ A factory in the sense of `kernels.common.tilelang_target`.
 from typing import Any
 
 from kernels.common.tilelang_target import Dsl, Size
+from kernels.loha.tilelang_products import landed, product
 
 
 def _in_registers(dsl: Dsl, block_m: int, threads: int, dtype: str) -> bool:
@@ -75,11 +76,9 @@ def row_backward(
         @T.macro
         def both(l1_tile, l2_tile, r1_tile, r2_tile, tile, value, value2, operand, top, inverse, factor1, factor2, acc1, acc2):  # type: ignore[no-untyped-def]
             # Both products before either is waited for.
-            T.clear(value)
-            T.clear(value2)
-            dsl.gemm(l2_tile, r2_tile, value, transpose_a=not is_up, transpose_b=not is_up, tall=tall, wait=False)
-            dsl.gemm(l1_tile, r1_tile, value2, transpose_a=not is_up, transpose_b=not is_up, tall=tall)
-            dsl.landed(value, config.threads)
+            product(dsl, l2_tile, r2_tile, value, transpose_a=not is_up, transpose_b=not is_up, tall=tall, clear=True, wait=False)
+            product(dsl, l1_tile, r1_tile, value2, transpose_a=not is_up, transpose_b=not is_up, tall=tall, clear=True)
+            landed(dsl, value, config.threads)
             add(value, tile, operand, top, inverse, factor1, r1_tile, acc1)
             add(value2, tile, operand, top, inverse, factor2, r2_tile, acc2)
 
@@ -170,6 +169,8 @@ def row_backward(
         up_group = up_rows * up_spans if need_up1 or need_up2 else 0
         down_group = T.ceildiv(I, BLOCK_M) if need_down1 or need_down2 else 0
         with T.Kernel(up_group + down_group, groups, threads=config.threads) as (pid, group):
+            if config.per_sm > 1 and not dsl.cpu:
+                T.annotate_min_blocks_per_sm(config.per_sm)
             if need_up1 or need_up2:
                 if pid < up_group:
                     walk(

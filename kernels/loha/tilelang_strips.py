@@ -9,6 +9,7 @@ A factory in the sense of `kernels.common.tilelang_target`.
 from typing import Any
 
 from kernels.common.tilelang_target import Dsl, Size
+from kernels.loha.tilelang_products import landed, product
 
 
 def operands(
@@ -64,20 +65,16 @@ def strip_backward(dsl: Dsl, *, I: Size, R: Size, BLOCK_R: int, dtype: str, conf
                 down_parts[part, r, col + i] = acc[i, r]
 
     @T.macro
-    def tile_shares(g_tile, first, u1, u2, d1, d2, up_sum1, up_sum2, sum1, sum2):  # type: ignore[no-untyped-def]
+    def tile_shares(g_tile, first, u1, u2, d1, d2, up_sum1, up_sum2, sum1, sum2, operand1, operand2):  # type: ignore[no-untyped-def]
         value1 = dsl.fragment((BLOCK_O, BLOCK_I))
         value2 = dsl.fragment((BLOCK_O, BLOCK_I))
-        operand1 = dsl.shared((BLOCK_O, BLOCK_I), dtype)
-        operand2 = dsl.shared((BLOCK_O, BLOCK_I), dtype)
         row_top = dsl.fragment((BLOCK_O,))
         row_top2 = dsl.fragment((BLOCK_O,))
         top = dsl.fragment((1,))
         inverse = dsl.fragment((1,))
-        T.clear(value1)
-        T.clear(value2)
-        dsl.gemm(u2, d2, value1, wait=False)
-        dsl.gemm(u1, d1, value2)
-        dsl.landed(value1, config.threads)
+        product(dsl, u2, d2, value1, clear=True, wait=False)
+        product(dsl, u1, d1, value2, clear=True)
+        landed(dsl, value1, config.threads)
         for m, n in dsl.parallel(BLOCK_O, BLOCK_I):
             value1[m, n] *= T.cast(g_tile[m, first + n], "float32")
         for m, n in dsl.parallel(BLOCK_O, BLOCK_I):
@@ -88,29 +85,25 @@ def strip_backward(dsl: Dsl, *, I: Size, R: Size, BLOCK_R: int, dtype: str, conf
             up2 = dsl.fragment((BLOCK_O, BLOCK_R))
             down1 = dsl.fragment((BLOCK_I, BLOCK_R))
             down2 = dsl.fragment((BLOCK_I, BLOCK_R))
-            T.clear(up1)
-            T.clear(up2)
-            T.clear(down1)
-            T.clear(down2)
-            dsl.gemm(operand1, d1, up1, transpose_b=True, wait=False)
-            dsl.gemm(operand2, d2, up2, transpose_b=True, wait=False)
-            dsl.gemm(operand1, u1, down1, transpose_a=True, wait=False)
-            dsl.gemm(operand2, u2, down2, transpose_a=True)
-            dsl.landed(up1, config.threads)
-            dsl.landed(up2, config.threads)
-            dsl.landed(down1, config.threads)
+            product(dsl, operand1, d1, up1, clear=True, transpose_b=True, wait=False)
+            product(dsl, operand2, d2, up2, clear=True, transpose_b=True, wait=False)
+            product(dsl, operand1, u1, down1, clear=True, transpose_a=True, wait=False)
+            product(dsl, operand2, u2, down2, clear=True, transpose_a=True)
+            landed(dsl, up1, config.threads)
+            landed(dsl, up2, config.threads)
+            landed(dsl, down1, config.threads)
             add(up_sum1, up1, top)
             add(up_sum2, up2, top)
             add(sum1, down1, top)
             add(sum2, down2, top)
         else:
-            dsl.gemm(operand1, d1, up_sum1, transpose_b=True, wait=False)
-            dsl.gemm(operand2, d2, up_sum2, transpose_b=True, wait=False)
-            dsl.gemm(operand1, u1, sum1, transpose_a=True, wait=False)
-            dsl.gemm(operand2, u2, sum2, transpose_a=True)
-            dsl.landed(up_sum1, config.threads)
-            dsl.landed(up_sum2, config.threads)
-            dsl.landed(sum1, config.threads)
+            product(dsl, operand1, d1, up_sum1, transpose_b=True, wait=False)
+            product(dsl, operand2, d2, up_sum2, transpose_b=True, wait=False)
+            product(dsl, operand1, u1, sum1, transpose_a=True, wait=False)
+            product(dsl, operand2, u2, sum2, transpose_a=True)
+            landed(dsl, up_sum1, config.threads)
+            landed(dsl, up_sum2, config.threads)
+            landed(dsl, sum1, config.threads)
 
     @T.prim_func
     def kernel(
@@ -124,6 +117,8 @@ def strip_backward(dsl: Dsl, *, I: Size, R: Size, BLOCK_R: int, dtype: str, conf
     ):
         T.annotate_pass_configs(dsl.passes(config.passes))
         with T.Kernel(T.ceildiv(I, BLOCK_I * SUBS), T.ceildiv(O, SPAN), threads=config.threads) as (pid_i, pid_s):
+            if config.per_sm > 1 and not dsl.cpu:
+                T.annotate_min_blocks_per_sm(config.per_sm)
             u1 = dsl.shared((BLOCK_O, BLOCK_R), dtype)
             u2 = dsl.shared((BLOCK_O, BLOCK_R), dtype)
             d1a = dsl.shared((BLOCK_R, BLOCK_I), dtype)
@@ -131,6 +126,8 @@ def strip_backward(dsl: Dsl, *, I: Size, R: Size, BLOCK_R: int, dtype: str, conf
             g_tile = dsl.shared((BLOCK_O, BLOCK_I * SUBS), dtype)
             if config.swizzle and not dsl.cpu:
                 dsl.swizzle(g_tile)
+            operand1 = dsl.shared((BLOCK_O, BLOCK_I), dtype)
+            operand2 = dsl.shared((BLOCK_O, BLOCK_I), dtype)
             up_sum1 = dsl.fragment((BLOCK_O, BLOCK_R))
             up_sum2 = dsl.fragment((BLOCK_O, BLOCK_R))
             sum1a = dsl.fragment((BLOCK_I, BLOCK_R))
@@ -158,9 +155,9 @@ def strip_backward(dsl: Dsl, *, I: Size, R: Size, BLOCK_R: int, dtype: str, conf
                 for _ in T.serial(T.min(O, 1)):
                     T.clear(up_sum1)
                     T.clear(up_sum2)
-                    tile_shares(g_tile, 0, u1, u2, d1a, d2a, up_sum1, up_sum2, sum1a, sum2a)
+                    tile_shares(g_tile, 0, u1, u2, d1a, d2a, up_sum1, up_sum2, sum1a, sum2a, operand1, operand2)
                     if SUBS == 2:
-                        tile_shares(g_tile, BLOCK_I, u1, u2, d1b, d2b, up_sum1, up_sum2, sum1b, sum2b)
+                        tile_shares(g_tile, BLOCK_I, u1, u2, d1b, d2b, up_sum1, up_sum2, sum1b, sum2b, operand1, operand2)
                 T.copy(up_sum1, up_parts[pid_i * 2, o, 0])
                 T.copy(up_sum2, up_parts[pid_i * 2 + 1, o, 0])
             store_down(sum1a, down_parts, pid_s * 2, col)
