@@ -45,7 +45,7 @@ def merge(
     steps_o, steps_i = (STEPS, 1) if config.by_rows else (1, STEPS)
     # What a block keeps is waited for with the first tiles of its walk, where rows are as wide as such a copy takes.
     whole = not dsl.cpu and R * 2 % 16 == 0 and I * 2 % 16 == 0
-    fetch = T.async_copy if whole and config.stages > 0 and STEPS > config.stages else T.copy
+    fetch = T.async_copy if config.overlap and whole and config.stages > 0 and STEPS > config.stages else T.copy
 
     @T.prim_func
     def kernel(
@@ -85,11 +85,17 @@ def merge(
                 else:
                     T.copy(down1[0, i], down1_tile)
                     T.copy(down2[0, i], down2_tile)
-                # One statement to the pipeline, which else refills what the first product reads before it is waited for.
-                for _ in T.serial(T.min(O, 1)):
-                    under_way(dsl, up1_tile, down1_tile, product1, clear=True, wait=False)
-                    under_way(dsl, up2_tile, down2_tile, product2, clear=True)
-                landed(dsl, product1, config.threads)
+                if config.overlap:
+                    # A loop, so that the pipeline refills no tile before both products are waited for.
+                    for _ in T.serial(T.min(O, 1)):
+                        under_way(dsl, up1_tile, down1_tile, product1, clear=True, wait=False)
+                        under_way(dsl, up2_tile, down2_tile, product2, clear=True)
+                    landed(dsl, product1, config.threads)
+                else:
+                    T.clear(product1)
+                    T.clear(product2)
+                    dsl.gemm(up1_tile, down1_tile, product1)
+                    dsl.gemm(up2_tile, down2_tile, product2)
                 for m, n in dsl.parallel(BLOCK_O, BLOCK_I):
                     product1[m, n] *= product2[m, n] * scale
                 store(dsl, product1, base if base_dtype is not None else None, out, o, i, config)

@@ -74,10 +74,13 @@ def row_backward(
             dsl.gemm(operand, r_tile, acc, transpose_b=is_up, tall=tall)
 
         @T.macro
-        def both(l1_tile, l2_tile, r1_tile, r2_tile, tile, value, value2, operand, top, inverse, factor1, factor2, acc1, acc2):  # type: ignore[no-untyped-def]
+        def both(
+            l1_tile, l2_tile, r1_tile, r2_tile, tile, value, value2, operand, top, inverse, factor1, factor2, acc1, acc2
+        ):  # type: ignore[no-untyped-def]
             # Both products before either is waited for.
-            product(dsl, l2_tile, r2_tile, value, transpose_a=not is_up, transpose_b=not is_up, tall=tall, clear=True, wait=False)
-            product(dsl, l1_tile, r1_tile, value2, transpose_a=not is_up, transpose_b=not is_up, tall=tall, clear=True)
+            sides = {"transpose_a": not is_up, "transpose_b": not is_up, "tall": tall}
+            product(dsl, l2_tile, r2_tile, value, clear=True, wait=False, **sides)
+            product(dsl, l1_tile, r1_tile, value2, clear=True, **sides)
             landed(dsl, value, config.threads)
             add(value, tile, operand, top, inverse, factor1, r1_tile, acc1)
             add(value2, tile, operand, top, inverse, factor2, r2_tile, acc2)
@@ -100,7 +103,7 @@ def row_backward(
             r2_tile = dsl.shared((BLOCK_R, BLOCK_N) if is_up else (BLOCK_N, BLOCK_R), dtype)
             tile = dsl.shared((BLOCK_M, BLOCK_N) if is_up else (BLOCK_N, BLOCK_M), dtype)
             value = dsl.fragment((BLOCK_M, BLOCK_N))
-            if config.swizzle and not dsl.cpu:
+            if not dsl.cpu and dtype != "float32":
                 dsl.swizzle(tile)
             operand = (dsl.fragment if tall else dsl.shared)((BLOCK_M, BLOCK_N), dtype)
             top, inverse = (dsl.fragment((BLOCK_M,)) for _ in range(2))
@@ -125,7 +128,7 @@ def row_backward(
                     T.copy(g[n, block * BLOCK_M], tile)
                 load(right[0], n, not is_up, r1_tile)
                 load(right[1], n, not is_up, r2_tile)
-                if config.overlap and need1 and need2:
+                if need1 and need2:
                     value2 = dsl.fragment((BLOCK_M, BLOCK_N))
                     # A loop, so that the pipeline refills no tile before the products that read it are waited for.
                     for _ in T.serial(T.min(O, 1)):
@@ -133,11 +136,11 @@ def row_backward(
                             l1_tile, l2_tile, r1_tile, r2_tile, tile, value, value2, operand, top, inverse,
                             factor1, factor2, acc1, acc2,
                         )  # fmt: skip
-                if need1 and not (config.overlap and need2):
+                if need1 and not need2:
                     T.clear(value)
                     dsl.gemm(l2_tile, r2_tile, value, transpose_a=not is_up, transpose_b=not is_up, tall=tall)
                     add(value, tile, operand, top, inverse, factor1, r1_tile, acc1)
-                if need2 and not (config.overlap and need1):
+                if need2 and not need1:
                     T.clear(value)
                     dsl.gemm(l1_tile, r1_tile, value, transpose_a=not is_up, transpose_b=not is_up, tall=tall)
                     add(value, tile, operand, top, inverse, factor2, r2_tile, acc2)

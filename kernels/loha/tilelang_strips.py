@@ -14,7 +14,7 @@ from kernels.loha.tilelang_products import landed, product
 
 def operands(
     dsl: Dsl, value1: Any, value2: Any, operand1: Any, operand2: Any, row_top: Any, row_top2: Any, top: Any, inverse: Any
-) -> Any:
+) -> Any:  # fmt: skip
     """Both float32 tiles as operands in shared memory; top[0] undoes their scaling (see `to_operand`), for float16."""
     T = dsl.T
     rows, cols = value1.shape
@@ -124,7 +124,7 @@ def strip_backward(dsl: Dsl, *, I: Size, R: Size, BLOCK_R: int, dtype: str, conf
             d1a = dsl.shared((BLOCK_R, BLOCK_I), dtype)
             d2a = dsl.shared((BLOCK_R, BLOCK_I), dtype)
             g_tile = dsl.shared((BLOCK_O, BLOCK_I * SUBS), dtype)
-            if config.swizzle and not dsl.cpu:
+            if not dsl.cpu and dtype != "float32":
                 dsl.swizzle(g_tile)
             operand1 = dsl.shared((BLOCK_O, BLOCK_I), dtype)
             operand2 = dsl.shared((BLOCK_O, BLOCK_I), dtype)
@@ -157,7 +157,9 @@ def strip_backward(dsl: Dsl, *, I: Size, R: Size, BLOCK_R: int, dtype: str, conf
                     T.clear(up_sum2)
                     tile_shares(g_tile, 0, u1, u2, d1a, d2a, up_sum1, up_sum2, sum1a, sum2a, operand1, operand2)
                     if SUBS == 2:
-                        tile_shares(g_tile, BLOCK_I, u1, u2, d1b, d2b, up_sum1, up_sum2, sum1b, sum2b, operand1, operand2)
+                        tile_shares(
+                            g_tile, BLOCK_I, u1, u2, d1b, d2b, up_sum1, up_sum2, sum1b, sum2b, operand1, operand2
+                        )
                 T.copy(up_sum1, up_parts[pid_i * 2, o, 0])
                 T.copy(up_sum2, up_parts[pid_i * 2 + 1, o, 0])
             store_down(sum1a, down_parts, pid_s * 2, col)
