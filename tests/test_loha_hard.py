@@ -125,6 +125,40 @@ def test_two_pass_backward(needs: tuple[bool, ...], launch: tuple[int, int, int]
     assert_close(got, {name: wanted[name] for name in got}, FLOAT32_LIMIT)
 
 
+@pytest.mark.parametrize("subs", (1, 2))
+def test_tilelang_strips(subs: int) -> None:
+    """The one-pass backward of small ranks, in strips and spans that no size divides."""
+    need("tilelang", torch.float32)
+    from kernels.loha.tilelang_merge_launch import Strips, merge_backward
+
+    values, grad = make((100, 90, 5)), torch.randn(100, 90, device=DEVICE)
+    config = Strips(16, 16, 48, subs=subs)
+    grads = merge_backward(grad, *values.values(), 0.5, saved=(), needs=(True,) * 4, config=config)
+    wanted = exact(merge_reference, values, grad * 0.5)
+    assert_close(dict(zip(values, grads, strict=True)), {name: wanted[name] for name in values}, FLOAT32_LIMIT)
+
+
+@pytest.mark.parametrize("backend", FUSED)
+@pytest.mark.parametrize("by_rows", (False, True), ids=("along", "down"))
+def test_merge_walks(by_rows: bool, backend: str) -> None:
+    """The merge by programs that walk along ΔW's rows or down its columns, past both ends."""
+    need(backend, torch.float32)
+    values = make((100, 90, 5))
+    if backend == "triton":
+        from kernels.loha.triton_merge import Merge as TritonMerge
+        from kernels.loha.triton_merge import merge_forward as forward
+
+        config = TritonMerge(32, 16, 64, 4, 2, by_rows)
+    else:
+        from kernels.loha.tilelang_merge_launch import Merge
+        from kernels.loha.tilelang_merge_launch import merge_forward as forward
+
+        config = Merge(32, 16, 3, by_rows=by_rows)
+    out, _ = forward(*values.values(), 0.5, base=None, out_dtype=torch.float32, needs=(False,) * 4, config=config)
+    wanted = merge_reference(*(t.double() for t in values.values()), 0.5)
+    assert_close({"out": out}, {"out": wanted}, FLOAT32_LIMIT)
+
+
 def test_two_pass_backward_keeps_float32s_range() -> None:
     """As `test_merge_gradients_keep_float32s_range`, with rows of G that differ by 2^12 in size."""
     need("triton", torch.float16)

@@ -8,15 +8,44 @@ from typing import Any
 
 from kernels.common.tilelang_ops import store_tile, to_operand
 from kernels.common.tilelang_target import Dsl, Size
+from kernels.loha.tilelang_products import landed
+from kernels.loha.tilelang_products import product as under_way
+
+
+def store(dsl: Dsl, acc: Any, base: Any, out: Any, row: Any, col: Any, config: Any) -> Any:
+    """As `store_tile`; for 16-byte stores, a staged tile that is written by columns and read by rows is laid out for both."""
+    T = dsl.T
+    if dsl.cpu or not config.staged or "disable_tma_lower" not in config.passes:
+        return store_tile(dsl, acc, base, out, row, col, config.staged)
+
+    @T.macro
+    def staged(acc, out, row, col):  # type: ignore[no-untyped-def]
+        if base is not None:
+            for i, j in dsl.parallel(acc.shape[0], acc.shape[1]):
+                if row + i < out.shape[0] and col + j < out.shape[1]:
+                    acc[i, j] += T.cast(base[row + i, col + j], "float32")
+        tile = dsl.shared(acc.shape, out.dtype)
+        dsl.swizzle(tile)
+        T.copy(acc, tile)
+        T.copy(tile, out[row, col])
+
+    return staged(acc, out, row, col)
 
 
 def merge(
     dsl: Dsl, *, I: Size, R: Size, BLOCK_R: int, dtype: str, out_dtype: str, base_dtype: str | None, config: Any
 ) -> Any:
-    """out[O, I] = scale · (up1 @ down1) ∘ (up2 @ down2) (+ base); a block keeps its rows of up and walks along I."""
+    """out[O, I] = scale · (up1 @ down1) ∘ (up2 @ down2) (+ base).
+
+    A block keeps its rows of up and walks along I or, where the config says so, keeps its columns of down and walks along O.
+    """
     T = dsl.T
     O, I, R = T.dynamic("O"), dsl.size("I", I), dsl.size("R", R)
     BLOCK_O, BLOCK_I, STEPS = config.block_o, config.block_i, config.steps
+    steps_o, steps_i = (STEPS, 1) if config.by_rows else (1, STEPS)
+    # What a block keeps is waited for with the first tiles of its walk, where rows are as wide as such a copy takes.
+    whole = not dsl.cpu and R * 2 % 16 == 0 and I * 2 % 16 == 0
+    fetch = T.async_copy if config.overlap and whole and config.stages > 0 and STEPS > config.stages else T.copy
 
     @T.prim_func
     def kernel(
@@ -29,28 +58,47 @@ def merge(
         scale: T.float32,
     ):
         T.annotate_pass_configs(dsl.passes(config.passes))
-        with T.Kernel(T.ceildiv(I, BLOCK_I * STEPS), T.ceildiv(O, BLOCK_O), threads=config.threads) as (pid_i, pid_o):
+        with T.Kernel(T.ceildiv(I, BLOCK_I * steps_i), T.ceildiv(O, BLOCK_O * steps_o), threads=config.threads) as (
+            pid_i,
+            pid_o,
+        ):
+            if config.per_sm > 1 and not dsl.cpu:
+                T.annotate_min_blocks_per_sm(config.per_sm)
             up1_tile = dsl.shared((BLOCK_O, BLOCK_R), dtype)
             up2_tile = dsl.shared((BLOCK_O, BLOCK_R), dtype)
             down1_tile = dsl.shared((BLOCK_R, BLOCK_I), dtype)
             down2_tile = dsl.shared((BLOCK_R, BLOCK_I), dtype)
             product1 = dsl.fragment((BLOCK_O, BLOCK_I))
             product2 = dsl.fragment((BLOCK_O, BLOCK_I))
-            T.copy(up1[pid_o * BLOCK_O, 0], up1_tile)
-            T.copy(up2[pid_o * BLOCK_O, 0], up2_tile)
+            if config.by_rows:
+                fetch(down1[0, pid_i * BLOCK_I], down1_tile)
+                fetch(down2[0, pid_i * BLOCK_I], down2_tile)
+            else:
+                fetch(up1[pid_o * BLOCK_O, 0], up1_tile)
+                fetch(up2[pid_o * BLOCK_O, 0], up2_tile)
             for step in dsl.pipelined(STEPS, config.stages):
-                i = (pid_i * STEPS + step) * BLOCK_I
-                T.copy(down1[0, i], down1_tile)
-                T.copy(down2[0, i], down2_tile)
-                T.clear(product1)
-                T.clear(product2)
-                dsl.gemm(up1_tile, down1_tile, product1)
-                dsl.gemm(up2_tile, down2_tile, product2)
-                for o, j in dsl.parallel(BLOCK_O, BLOCK_I):
-                    product1[o, j] *= product2[o, j] * scale
-                store_tile(
-                    dsl, product1, base if base_dtype is not None else None, out, pid_o * BLOCK_O, i, config.staged
-                )
+                o = (pid_o * STEPS + step) * BLOCK_O if config.by_rows else pid_o * BLOCK_O
+                i = pid_i * BLOCK_I if config.by_rows else (pid_i * STEPS + step) * BLOCK_I
+                if config.by_rows:
+                    T.copy(up1[o, 0], up1_tile)
+                    T.copy(up2[o, 0], up2_tile)
+                else:
+                    T.copy(down1[0, i], down1_tile)
+                    T.copy(down2[0, i], down2_tile)
+                if config.overlap:
+                    # A loop, so that the pipeline refills no tile before both products are waited for.
+                    for _ in T.serial(T.min(O, 1)):
+                        under_way(dsl, up1_tile, down1_tile, product1, clear=True, wait=False)
+                        under_way(dsl, up2_tile, down2_tile, product2, clear=True)
+                    landed(dsl, product1, config.threads)
+                else:
+                    T.clear(product1)
+                    T.clear(product2)
+                    dsl.gemm(up1_tile, down1_tile, product1)
+                    dsl.gemm(up2_tile, down2_tile, product2)
+                for m, n in dsl.parallel(BLOCK_O, BLOCK_I):
+                    product1[m, n] *= product2[m, n] * scale
+                store(dsl, product1, base if base_dtype is not None else None, out, o, i, config)
 
     return kernel
 

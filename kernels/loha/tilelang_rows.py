@@ -6,6 +6,7 @@ A factory in the sense of `kernels.common.tilelang_target`.
 from typing import Any
 
 from kernels.common.tilelang_target import Dsl, Size
+from kernels.loha.tilelang_products import landed, product
 
 
 def _in_registers(dsl: Dsl, block_m: int, threads: int, dtype: str) -> bool:
@@ -73,6 +74,18 @@ def row_backward(
             dsl.gemm(operand, r_tile, acc, transpose_b=is_up, tall=tall)
 
         @T.macro
+        def both(
+            l1_tile, l2_tile, r1_tile, r2_tile, tile, value, value2, operand, top, inverse, factor1, factor2, acc1, acc2
+        ):  # type: ignore[no-untyped-def]
+            # Both products before either is waited for.
+            sides = {"transpose_a": not is_up, "transpose_b": not is_up, "tall": tall}
+            product(dsl, l2_tile, r2_tile, value, clear=True, wait=False, **sides)
+            product(dsl, l1_tile, r1_tile, value2, clear=True, **sides)
+            landed(dsl, value, config.threads)
+            add(value, tile, operand, top, inverse, factor1, r1_tile, acc1)
+            add(value2, tile, operand, top, inverse, factor2, r2_tile, acc2)
+
+        @T.macro
         def store(acc, factor, out, at, first):  # type: ignore[no-untyped-def]
             for m, r in dsl.parallel(BLOCK_M, BLOCK_R):
                 if is_up:
@@ -90,6 +103,8 @@ def row_backward(
             r2_tile = dsl.shared((BLOCK_R, BLOCK_N) if is_up else (BLOCK_N, BLOCK_R), dtype)
             tile = dsl.shared((BLOCK_M, BLOCK_N) if is_up else (BLOCK_N, BLOCK_M), dtype)
             value = dsl.fragment((BLOCK_M, BLOCK_N))
+            if not dsl.cpu and dtype != "float32":
+                dsl.swizzle(tile)
             operand = (dsl.fragment if tall else dsl.shared)((BLOCK_M, BLOCK_N), dtype)
             top, inverse = (dsl.fragment((BLOCK_M,)) for _ in range(2))
             load(left[0], block * BLOCK_M, is_up, l1_tile)
@@ -113,11 +128,19 @@ def row_backward(
                     T.copy(g[n, block * BLOCK_M], tile)
                 load(right[0], n, not is_up, r1_tile)
                 load(right[1], n, not is_up, r2_tile)
-                if need1:
+                if need1 and need2:
+                    value2 = dsl.fragment((BLOCK_M, BLOCK_N))
+                    # A loop, so that the pipeline refills no tile before the products that read it are waited for.
+                    for _ in T.serial(T.min(O, 1)):
+                        both(
+                            l1_tile, l2_tile, r1_tile, r2_tile, tile, value, value2, operand, top, inverse,
+                            factor1, factor2, acc1, acc2,
+                        )  # fmt: skip
+                if need1 and not need2:
                     T.clear(value)
                     dsl.gemm(l2_tile, r2_tile, value, transpose_a=not is_up, transpose_b=not is_up, tall=tall)
                     add(value, tile, operand, top, inverse, factor1, r1_tile, acc1)
-                if need2:
+                if need2 and not need1:
                     T.clear(value)
                     dsl.gemm(l1_tile, r1_tile, value, transpose_a=not is_up, transpose_b=not is_up, tall=tall)
                     add(value, tile, operand, top, inverse, factor2, r2_tile, acc2)
@@ -149,6 +172,8 @@ def row_backward(
         up_group = up_rows * up_spans if need_up1 or need_up2 else 0
         down_group = T.ceildiv(I, BLOCK_M) if need_down1 or need_down2 else 0
         with T.Kernel(up_group + down_group, groups, threads=config.threads) as (pid, group):
+            if config.per_sm > 1 and not dsl.cpu:
+                T.annotate_min_blocks_per_sm(config.per_sm)
             if need_up1 or need_up2:
                 if pid < up_group:
                     walk(

@@ -25,13 +25,17 @@ from kernels.loha.triton_strips import strips_kernel
 
 @dataclass(frozen=True)
 class Merge:
-    """Launch of the merge: a program writes `block_o` rows of ΔW over `span` columns, `block_i` at a time."""
+    """Launch of the merge: a program writes `block_o` rows of ΔW over `span` columns, `block_i` at a time.
+
+    `by_rows`: it writes `block_i` columns over `span` rows, `block_o` at a time.
+    """
 
     block_o: int
     block_i: int
     span: int
     num_warps: int
     num_stages: int
+    by_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,58 @@ def _merge_kernel(
     up1, down1, up2, down2, base, out, n_o, n_i, n_r, span, scale,
     stride_u1o, stride_u1r, stride_d1r, stride_d1i, stride_u2o, stride_u2r, stride_d2r, stride_d2i, stride_bo,
     BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
+    ONCE: tl.constexpr, BY_ROWS: tl.constexpr, HAS_BASE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    if BY_ROWS:
+        _merge_rows(
+            up1, down1, up2, down2, base, out, n_o, n_i, n_r, span, scale,
+            stride_u1o, stride_u1r, stride_d1r, stride_d1i, stride_u2o, stride_u2r, stride_d2r, stride_d2i, stride_bo,
+            BLOCK_O, BLOCK_I, BLOCK_R, HAS_BASE, PRECISION,
+        )  # fmt: skip
+    else:
+        _merge_columns(
+            up1, down1, up2, down2, base, out, n_o, n_i, n_r, span, scale,
+            stride_u1o, stride_u1r, stride_d1r, stride_d1i, stride_u2o, stride_u2r, stride_d2r, stride_d2i, stride_bo,
+            BLOCK_O, BLOCK_I, BLOCK_R, ONCE, HAS_BASE, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _merge_rows(
+    up1, down1, up2, down2, base, out, n_o, n_i, n_r, span, scale,
+    stride_u1o, stride_u1r, stride_d1r, stride_d1i, stride_u2o, stride_u2r, stride_d2r, stride_d2i, stride_bo,
+    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr, HAS_BASE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A program keeps its columns of down and walks down the rows; programs side by side share their rows of up."""
+    pid = tl.program_id(0)
+    strips = tl.cdiv(n_i, BLOCK_I)
+    offs_i = (pid % strips) * BLOCK_I + tl.arange(0, BLOCK_I)
+    offs_r = tl.arange(0, BLOCK_R)
+    mask_i = offs_i < n_i
+    rows_i = offs_i.to(tl.int64)
+    d1 = load_down(down1, rows_i, mask_i, offs_r, n_r, stride_d1r, stride_d1i)
+    d2 = load_down(down2, rows_i, mask_i, offs_r, n_r, stride_d2r, stride_d2i)
+    start = (pid // strips) * span
+    stop = tl.minimum(start + span, n_o)
+    for o in range(start, stop, BLOCK_O):
+        offs_o = o + tl.arange(0, BLOCK_O)
+        mask_o = offs_o < stop
+        rows_o = offs_o.to(tl.int64)
+        u1 = load_up(up1, rows_o, mask_o, offs_r, n_r, stride_u1o, stride_u1r)
+        u2 = load_up(up2, rows_o, mask_o, offs_r, n_r, stride_u2o, stride_u2r)
+        _store_product(
+            u1, d1, u2, d2, base, out, rows_o, mask_o, offs_i, mask_i, n_i, scale, stride_bo, HAS_BASE, PRECISION
+        )
+
+
+@triton.jit
+def _merge_columns(
+    up1, down1, up2, down2, base, out, n_o, n_i, n_r, span, scale,
+    stride_u1o, stride_u1r, stride_d1r, stride_d1i, stride_u2o, stride_u2r, stride_d2r, stride_d2i, stride_bo,
+    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
     ONCE: tl.constexpr, HAS_BASE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """A program keeps its rows of up and walks along the columns."""
     pid = tl.program_id(0)
     spans = tl.cdiv(n_i, span)
     offs_o = (pid // spans) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -182,11 +236,12 @@ def merge_forward(
     config = config or merge_config(n_o, n_i, n_r, up1.dtype, sm_count(up1.device))
     out = torch.empty((n_o, n_i), dtype=out_dtype, device=up1.device)
     bias = None if base is None else rows(base)
-    _merge_kernel[(cdiv(n_o, config.block_o) * cdiv(n_i, config.span),)](
+    side, walked, block = (n_i, n_o, config.block_i) if config.by_rows else (n_o, n_i, config.block_o)
+    _merge_kernel[(cdiv(side, block) * cdiv(walked, config.span),)](
         up1, down1, up2, down2, bias, out, n_o, n_i, n_r, config.span, scale,
         *up1.stride(), *down1.stride(), *up2.stride(), *down2.stride(), 0 if bias is None else bias.stride(0),
-        config.block_o, config.block_i, rank_block("loha", n_r), config.span == config.block_i,
-        bias is not None, precision(up1.dtype),
+        config.block_o, config.block_i, rank_block("loha", n_r), config.span == config.block_i and not config.by_rows,
+        config.by_rows, bias is not None, precision(up1.dtype),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out, ()
