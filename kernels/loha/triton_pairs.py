@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from kernels.common.plans import planned
+from kernels.common.triton_ops import dot_add
 
 
 @triton.jit
@@ -116,7 +117,7 @@ def project_kernel(
             a + rows_t[:, None] * stride_at + offs_n[None, :], mask=mask_t[:, None] & mask_n[None, :], other=0.0
         )
         right = tl.load(pairs + rows_p[None, :] * n_n + offs_n[:, None], mask=mask_n[:, None], other=0.0)
-        acc = tl.dot(left, right, acc, input_precision=PRECISION)
+        acc = dot_add(left, right, acc, PRECISION)
     if SCALED:
         acc *= (tl.load(factors + offs_p) * tl.load(factors + n_p + offs_p))[None, :]
         tile = (pid_s * tl.num_programs(1) + pid_t) * tl.num_programs(0) + pid_p
@@ -209,7 +210,7 @@ def _contract_tile(
             a + rows_t[None, :] * stride_at + rows_n[:, None], mask=mask_n[:, None] & mask_t[None, :], other=0.0
         )
         right = tl.load(z + rows_t[:, None] * n_p + offs_p[None, :], mask=mask_t[:, None], other=0.0)
-        acc = tl.dot(left, right, acc, input_precision=PRECISION)
+        acc = dot_add(left, right, acc, PRECISION)
     acc *= (tl.load(factor) / tl.load(factors + offs_p))[None, :]
     grad = tl.reshape(acc, (BLOCK_N, RANK, RANK))
     offs_r = tl.arange(0, RANK)

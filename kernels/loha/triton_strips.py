@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from kernels.common.plans import planned
+from kernels.common.triton_ops import dot_add
 from kernels.loha.triton_loads import load_down, load_up
 
 
@@ -33,7 +34,7 @@ def _token_tile(
         left = tl.load(g + rows_t[None, :] * stride_gt + rows_o[:, None], mask=mask, other=0.0)
         mask = mask_t[:, None] & mask_i[None, :]
         right = tl.load(x + rows_t[:, None] * stride_xt + rows_i[None, :], mask=mask, other=0.0)
-        acc = tl.dot(left, right, acc, input_precision=PRECISION)
+        acc = dot_add(left, right, acc, PRECISION)
     return acc
 
 
@@ -55,9 +56,9 @@ def _operands(value1, value2, dtype: tl.constexpr):
 def _add_dot(acc, left, right, factor, SCALED: tl.constexpr, PRECISION: tl.constexpr):
     """acc + factor · left @ right."""
     if SCALED:
-        return acc + tl.dot(left, right, input_precision=PRECISION) * factor
+        return dot_add(left, right, acc, PRECISION, factor)
     else:
-        return tl.dot(left, right, acc, input_precision=PRECISION)
+        return dot_add(left, right, acc, PRECISION)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common.plans import planned
-from kernels.common.triton_ops import precision, to_operand
+from kernels.common.triton_ops import dot_add, precision, to_operand
 from kernels.common.views import cdiv, sm_count
 from kernels.loha.triton_loads import load_down, load_up, rank_block
 
@@ -63,7 +63,7 @@ def _tiles_kernel(
         r2 = load_down(right2, rows_k, mask_k, offs_r, n_r, stride_r2r, stride_r2k)
         weight = tl.dot(l1, r1, input_precision=PRECISION) * tl.dot(l2, r2, input_precision=PRECISION)
         operand, factor = to_operand(weight, tile.dtype)
-        acc += tl.dot(tile, tl.trans(operand), input_precision=PRECISION) * factor
+        acc = dot_add(tile, tl.trans(operand), acc, PRECISION, factor)
     value = acc * scale
     mask = mask_t[:, None] & mask_n[None, :]
     if HAS_BASE:
