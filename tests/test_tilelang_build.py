@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -158,3 +159,23 @@ def test_loha_backward_of_one_gradient(two_passes: bool) -> None:
         config = MergeBackward(64, 64, 128)
         kernel = compiled(tilelang_merge.factor_backward, Target("sm_90a"), **same, has_x=False, config=config)
     assert "wgmma_ss" in kernel.get_kernel_source(kernel_only=True)
+
+
+@pytest.mark.parametrize("kind", ("merge", "strips"))
+def test_loha_products_are_under_way_together(kind: str) -> None:
+    """No wait between the products of a tile, and no refill of the tiles they read before they are waited for."""
+    from kernels.loha import tilelang_merge, tilelang_strips
+    from kernels.loha.tilelang_merge_launch import Merge, Strips
+
+    same = {"I": 192, "R": 16, "BLOCK_R": 16, "dtype": "float16"}
+    if kind == "merge":
+        more = {"out_dtype": "float16", "base_dtype": None, "config": Merge(64, 64, 3, 128, 2, overlap=True)}
+        kernel, together = compiled(tilelang_merge.merge, Target("sm_90a"), **same, **more), 2
+    else:
+        kernel = compiled(tilelang_strips.strip_backward, Target("sm_90a"), **same, config=Strips(64, 64, 192, subs=1))
+        together = 4
+    source = kernel.get_kernel_source(kernel_only=True)
+    marks = re.findall(r"tl::(wgmma_ss|warpgroup_wait|cp_async_gs|cp_async_commit)", source)
+    text = " ".join(marks[marks.index("wgmma_ss") :])
+    assert " ".join(["wgmma_ss"] * together + ["warpgroup_wait"]) in text
+    assert not re.search(r"wgmma_ss cp_async", text)
