@@ -27,6 +27,8 @@ from kernels.loha.tilelang_reduce import reduce_grads
 
 MAX_RANK = 128
 _PLAIN = ("disable_warp_specialized",)
+# Stores of 16 bytes a thread in place of bulk ones.
+_SMALL_STORES = ("disable_warp_specialized", "disable_tma_lower")
 
 
 @dataclass(frozen=True)
@@ -88,18 +90,27 @@ class Strips:
 
 
 def merge_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, target: Target, sms: int) -> Merge:
-    """The merge's tiles, as measured on an H200: small ones, of which a block that keeps its rows of up makes four.
+    """The merge's tiles, as measured on an H200: small ones, both products of a tile under way together.
 
-    12288×3072: rank 16 25.2 µs, with one tile of 64×128 a block 29.0; rank 64 37.7, with tiles of 128×64 46.4.
+    Rank 64: blocks that keep their columns of down, as many as fill the SMs twice or, of large ones, four times:
+    12288×3072 30.4 µs against 37.9 by columns and one product after the other, 3072×3072 9.2 against 12.6. Rank 16:
+    12288×3072 22.1 against 25.2.
     """
     if target.cpu:
         return Merge(32, 32, 2)
-    if dtype is torch.float32 or n_r > 64 or n_o * n_i <= 1 << 21:
+    size = n_o * n_i
+    if dtype is torch.float32 or n_r > 64:
         return Merge(64, 64)
-    # 3072×3072, rank 16: 8.3 µs against 9.8.
-    if n_r <= 16 and 1 << 23 < n_o * n_i < 1 << 24:
-        return Merge(64, 128)
-    return Merge(64, 64, 4, 128, 2)
+    if size <= 1 << 21:
+        return Merge(64, 64) if n_r <= 16 else Merge(64, 64, overlap=True, passes=_SMALL_STORES)
+    if n_r <= 16:
+        if size <= 1 << 23:
+            return Merge(64, 64, 4, 128, 2)
+        return Merge(64, 64, 4, 128, 2, overlap=True, per_sm=4, passes=_SMALL_STORES)
+    if size <= 1 << 23:
+        return Merge(64, 64, 4, 128, 2, overlap=True, per_sm=4)
+    spans = max(1, (2 if size < 1 << 25 else 4) * sms // cdiv(n_i, 128))
+    return Merge(64, 128, cdiv(cdiv(n_o, spans), 64), 128, 2, by_rows=True, overlap=True)
 
 
 def backward_config(
