@@ -48,5 +48,7 @@ def require(backend: str, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def allow_tf32() -> bool:
-    """Whether the user asked for TF32 products of float32 inputs on CUDA (PyTorch's own switch)."""
-    return bool(torch.backends.cuda.matmul.allow_tf32)
+    """Whether the user asked for TF32 products of float32 inputs on CUDA (PyTorch's own switch, in its new or old form)."""
+    matmul = torch.backends.cuda.matmul
+    wanted = getattr(matmul, "fp32_precision", "none")
+    return bool(wanted == "tf32" if wanted != "none" else matmul.allow_tf32)

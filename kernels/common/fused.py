@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from kernels.common import backends
@@ -44,8 +45,10 @@ Choice = Callable[["Tensors", "Tensor | None"], Tensor]
 ALIGNMENT = 16
 _MAX_KINDS = 4096
 _SIXTEEN = (torch.float16, torch.bfloat16)
-# Quick forms of public functions, which stand in where a PyTorch lacks them: whether autocast is on for any device, the
-# current stream's handle, and the current device without a check that CUDA is initialised: a tensor has settled that.
+# Quick forms of public functions, which stand in where a PyTorch lacks them: how many dispatch modes are active, the
+# innermost function transform, whether autocast is on for any device, the current stream's handle, and the current device without a check that CUDA is initialised: a tensor has settled that.
+_dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+_transform: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
 _any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _raw_stream: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
@@ -77,7 +80,6 @@ class FusedOp:
         self.name, self.package, self.stem, self.args = name, package, stem, args
         self.check, self.eager, self.out_shape, self.saved_specs = check, eager, out_shape, saved
         self.scalars, self.optional = scalars, optional
-        self._compiled = cache(self._compile)
         self._implementation = cache(lambda backend: import_module(f"{package}.{backend}_impl"))
         self._choices: dict[Any, Choice] = {}
         self._calls: dict[Any, FusedCall] = {}
@@ -99,13 +101,14 @@ class FusedOp:
         Checks and chooses once for each kind of call; later calls are known by their arguments' signatures.
         `out_dtype`: the result's dtype, by default the promotion of all.
         """
-        if torch.compiler.is_compiling():
-            return self._choose(tensors, scalars, base, backend, out_dtype)(tensors, base)
+        if torch.compiler.is_compiling() or _observed():
+            return self._choose(tensors, scalars, base, backend, out_dtype, opaque=True)(tensors, base)
         try:
             autocast = _autocast(tensors) if _any_autocast() else None
-            key = self._key((backend, scalars, out_dtype, torch.is_grad_enabled(), autocast), *tensors, base)
+            modes = (torch.is_grad_enabled(), autocast, forward_ad._current_level >= 0)
+            key = self._key((backend, scalars, out_dtype, modes), *tensors, base)
             choice = self._choices.get(key)
-        except (AttributeError, RuntimeError):
+        except (AttributeError, RuntimeError, TypeError):
             # No tensor, or none with plain memory: either the checks say so, or the choice holds for this call alone.
             return self._choose(tensors, scalars, base, backend, out_dtype)(tensors, base)
         if choice is None:
@@ -114,14 +117,23 @@ class FusedOp:
         return choice(tensors, base)
 
     def _choose(
-        self, tensors: Tensors, scalars: Scalars, base: Tensor | None, backend: str, out_dtype: torch.dtype | None
+        self,
+        tensors: Tensors,
+        scalars: Scalars,
+        base: Tensor | None,
+        backend: str,
+        out_dtype: torch.dtype | None,
+        *,
+        opaque: bool = False,
     ) -> Choice:
-        """Checks the arguments and says what computes every call of their kind."""
+        """Checks the arguments and says what computes every call of their kind; `opaque`: as one node that others see."""
         self.check(*tensors)
         check_backend(self.name, backend)
         device = self._check_devices(tensors, base)
+        if not opaque and any(t is not None and (t.is_neg() or t._is_zerotensor()) for t in (*tensors, base)):
+            return self._plain_first(scalars, backend, out_dtype)
         autocast = _autocast(tensors)
-        if autocast is not None and any(t is not None and t.dtype is not autocast for t in tensors):
+        if autocast is not None and any(t is not None and t.dtype not in (autocast, torch.float64) for t in tensors):
             return self._cast_first(autocast, scalars, backend, out_dtype)
         compute, promoted = self._dtypes(tensors, base)
         out_dtype = out_dtype or promoted
@@ -130,19 +142,21 @@ class FusedOp:
             raise ValueError(f"{self.name}: base: got shape {tuple(base.shape)}, wanted {wanted}")
         if any(t is not None and t.dtype is not compute for t in tensors):
             return self._cast_first(compute, scalars, backend, out_dtype)
-        if backend == "eager":
+        if backend == "eager" or (backend == "compile" and torch.compiler.is_compiling()):
             return lambda tensors, base: _finish(self.eager(*tensors, *scalars), base, out_dtype)
         if backend == "compile":
-            formula = self._compiled(scalars, base is not None)
+            formula = self._compile(scalars)
             return lambda tensors, base: formula(tensors, base, out_dtype)
         needs = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in tensors)
-        if torch.compiler.is_compiling():
+        if opaque or any(_dispatches(t) for t in (*tensors, base)):
             return lambda tensors, base: self._library(*tensors, base, list(scalars), backend, out_dtype, list(needs))[
                 0
             ]
         backends.require(backend, device, compute)
         call = FusedCall(self, backend, scalars, out_dtype, needs, tensors)
-        if any(needs) or (base is not None and base.requires_grad and torch.is_grad_enabled()):
+        differentiable = any(needs) or (base is not None and base.requires_grad and torch.is_grad_enabled())
+        # Forward-mode differentiation has to reach autograd, which refuses it.
+        if differentiable or forward_ad._current_level >= 0:
             return lambda tensors, base: _Fused.apply(call, base, *tensors)
         return call.output
 
@@ -150,6 +164,13 @@ class FusedOp:
         return lambda tensors, base: self(
             _cast(tensors, dtype), scalars, base=base, backend=backend, out_dtype=out_dtype
         )
+
+    def _plain_first(self, scalars: Scalars, backend: str, out_dtype: torch.dtype | None) -> Choice:
+        def choice(tensors: Tensors, base: Tensor | None) -> Tensor:
+            *plain, base = (None if t is None else _resolved(t) for t in (*tensors, base))
+            return self(tuple(plain), scalars, base=base, backend=backend, out_dtype=out_dtype)
+
+        return choice
 
     def forward(
         self,
@@ -161,6 +182,8 @@ class FusedOp:
         needs: tuple[bool, ...],
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The backend's forward without autograd: the output and what the backward wants saved."""
+        *plain, base = (None if t is None else _resolved(t) for t in (*tensors, base))
+        tensors = tuple(plain)
         return self._call(backend, tensors, scalars, out_dtype, needs, base).forward(tensors, base)
 
     def backward(
@@ -219,10 +242,12 @@ class FusedOp:
             out = torch.promote_types(out, tensor.dtype)
         return compute, out
 
-    def _compile(self, scalars: Scalars, has_base: bool) -> Callable[..., Tensor]:
+    def _compile(self, scalars: Scalars) -> Callable[..., Tensor]:
         def formula(tensors: Tensors, base: Tensor | None, out_dtype: torch.dtype) -> Tensor:
             return _finish(self.eager(*tensors, *scalars), base, out_dtype)
 
+        # Code of its own: torch.compile limits how often one piece of code is compiled, and each kind of call is once.
+        formula.__code__ = formula.__code__.replace(co_name=f"{self.name}_formula")
         return torch.compile(formula, fullgraph=True)
 
     def host_code(self, backend: str, direction: str) -> Callable[..., Any]:
@@ -289,7 +314,9 @@ class FusedCall:
         """A gradient for each tensor that needs one."""
         if grad.dtype is not self.compute:
             grad = grad.to(self.compute)
-        key = (grad.stride(), grad.data_ptr() % ALIGNMENT)
+        grad = _resolved(grad)
+        # Of the saved tensors too, which hooks or a changed `.data` may have laid out anew since the forward.
+        key = tuple(map(_layout, (grad, *tensors, *saved)))
         plan = self.backward_plans.get(key)
         if plan is not None and (replay := self._replay(plan)):
             grads: Tensors = replay(self.stream(), grad, *tensors, *saved)
@@ -376,7 +403,10 @@ def _key_function(args: Sequence[str], optional: Sequence[bool]) -> Callable[...
     Written out for the op's arguments, as one flat tuple, since it is made on each call; raises AttributeError or
     RuntimeError where an argument is no tensor with plain memory.
     """
-    of = "{0}.shape, {0}.stride(), {0}.dtype, {0}.device, {0}.requires_grad, {0}.data_ptr() % ALIGNMENT"
+    of = (
+        "type({0}), {0}.shape, {0}.stride(), {0}.dtype, {0}.device, {0}.requires_grad, {0}.is_neg(), "
+        "{0}._is_zerotensor(), {0}.data_ptr() % ALIGNMENT"
+    )
     parts = [
         f"None if {arg} is None else ({of.format(arg)})" if maybe else of.format(arg)
         for arg, maybe in zip((*args, "base"), optional, strict=True)
@@ -389,9 +419,33 @@ def _key_function(args: Sequence[str], optional: Sequence[bool]) -> Callable[...
     return function
 
 
+def _layout(t: Tensor | None) -> Any:
+    """What a backward's launch plan depends on in one of its arguments."""
+    return None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % ALIGNMENT)
+
+
+def _observed() -> bool:
+    """Whether a dispatch mode, a function transform or a tracer is active, which has to see an op and not its launches."""
+    return _dispatch_modes() > 0 or _transform() is not None or torch._C._get_tracing_state() is not None
+
+
+def _dispatches(t: Tensor | None) -> bool:
+    """Whether a tensor's class decides itself what an operator does (FakeTensor, DTensor, ...)."""
+    return t is not None and type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def _resolved(t: Tensor) -> Tensor:
+    """The tensor with its values in memory: not lazily negated, not implied zeros."""
+    if t._is_zerotensor():
+        return torch.zeros_like(t)
+    return t.resolve_neg() if t.is_neg() else t
+
+
 def _autocast(tensors: Tensors) -> torch.dtype | None:
     """The dtype that autocast wants on the tensors' device, or None where it is off."""
     kind = tensors[0].device.type  # type: ignore[union-attr]
+    if not torch.amp.is_autocast_available(kind):
+        return None
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
@@ -470,7 +524,7 @@ def _first(tensors: Sequence[Any]) -> Tensor:
 def _cast(tensors: Tensors, dtype: torch.dtype) -> Tensors:
     if all(t is None or t.dtype is dtype for t in tensors):
         return tensors
-    return tuple(None if t is None else t.to(dtype) for t in tensors)
+    return tuple(t if t is None or t.dtype is torch.float64 else t.to(dtype) for t in tensors)
 
 
 def _finish(value: Tensor, base: Tensor | None, out_dtype: torch.dtype) -> Tensor:

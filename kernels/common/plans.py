@@ -57,6 +57,8 @@ class Planned:
         self.__doc__ = kernel.__doc__
 
     def __getattr__(self, name: str) -> Any:
+        if name == "kernel":
+            raise AttributeError(name)  # a copy that is being made has none yet
         return getattr(self.kernel, name)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:

@@ -22,7 +22,8 @@ def full(factor: Factor) -> Tensor:
 
 def merge_reference(w1: Factor, w2: Factor, scale: float) -> Tensor:
     """ΔW[a·c, b·d] in the inputs' dtype."""
-    delta = torch.kron(full(w1), full(w2))
+    # torch.kron takes no transposed views.
+    delta = torch.kron(full(w1).contiguous(), full(w2).contiguous())
     return delta if scale == 1 else delta * scale
 
 

@@ -179,6 +179,7 @@ def bypass_forward(
     """out[..., O]; saves D[k, s, s] in float32 where any gradient will be asked for."""
     n_k, size, _ = blocks.shape
     check_size("oft_bypass", "triton", size)
+    rescale = None if rescale is None else rescale.contiguous()
     blocks, flat, bias = blocks.contiguous(), rows(y), None if base is None else rows(base)
     n_t = flat.shape[0]
     config = config or bypass_config(n_t, n_k, size, y.dtype, sm_count(y.device), backward=False)
@@ -210,6 +211,7 @@ def bypass_backward(
     """(grad_y[..., O], grad_blocks[k, s, s], grad_rescale[O])."""
     need_y, need_blocks, need_rescale = needs
     n_k, size, _ = blocks.shape
+    rescale = None if rescale is None else rescale.contiguous()
     g, flat = rows(grad), rows(y)
     n_t = flat.shape[0]
     config = config or bypass_config(n_t, n_k, size, y.dtype, sm_count(y.device), backward=True)

@@ -266,6 +266,7 @@ def merge_forward(
     """ΔW[O, I]; saves D[k, s, s] in float32 where any gradient will be asked for."""
     (n_k, size, _), n_i = blocks.shape, weight.shape[1]
     check_size("oft", "triton", size)
+    rescale = None if rescale is None else rescale.contiguous()
     config = config or merge_config(n_k, size, n_i, weight.dtype, sm_count(weight.device), backward=False)
     blocks, w, bias = blocks.contiguous(), rows(weight), None if base is None else rows(base)
     shrink = shrink_factor(blocks, constraint)
@@ -304,6 +305,7 @@ def merge_backward(
     """(grad_blocks[k, s, s], grad_weight[O, I], grad_rescale[O])."""
     need_blocks, need_weight, need_rescale = needs
     (n_k, size, _), n_i = blocks.shape, weight.shape[1]
+    rescale = None if rescale is None else rescale.contiguous()
     config = config or merge_config(n_k, size, n_i, weight.dtype, sm_count(weight.device), backward=True)
     g, w = rows(grad), rows(weight)
     grads = Gradients(blocks, rescale, constraint, need_blocks, need_rescale)
