@@ -212,9 +212,13 @@ def _dtypes(folder: Path) -> list[str]:
 
 
 def _card(folder: Path) -> str:
-    metas = [run.meta for run in _runs(folder)]
-    labels = "".join(f", {label}" for label in stamp.labels(stamp.combined(metas)))
-    return f"{metas[0]['gpu']}, recorded {max(str(meta['started'])[:10] for meta in metas)}{labels}"
+    """The card, and when each family was recorded, with what a reader of that run has to be told."""
+    runs = {name: run.meta for name, run in record.load_dir(folder).items() if name != "ceilings"}
+    families: dict[str, list[str]] = {}
+    for name, meta in runs.items():
+        families.setdefault(", ".join([str(meta["started"])[:10], *stamp.labels(meta)]), []).append(name)
+    said = "; ".join(f"{' and '.join(names)} {when}" for when, names in families.items())
+    return f"{next(iter(runs.values()))['gpu']}, recorded: {said}"
 
 
 @contextmanager
