@@ -1,7 +1,7 @@
 """Compiles kernels in many processes before anything is timed, so that the sweep finds them in the disk caches.
 
-Each worker runs its share of (op, case, dtype, backend) once, forward alone and with backward. What a worker can't
-run is only counted here: the sweep meets it again and makes it a row.
+Workers take (op, case, dtype, backend) from one queue and run each once, forward alone and with backward. What a worker
+can't run is only counted here: the sweep meets it again and makes it a row.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ def cpu_count() -> int:
 def prebuild(tasks: Sequence[Task], *, jobs: int | None = None, echo: Callable[[str], None] = print) -> dict[str, int]:
     """Runs every task once in `jobs` processes (the number of CPUs by default); {"built", "failed", "lost"} counts.
 
-    A worker that dies takes only the rest of its share with it: those kernels are compiled when the sweep meets them.
+    A worker that dies takes only its task with it: those kernels are compiled when the sweep meets them.
     """
     # A graphed arm runs its plain arm's kernels.
     tasks = [task for task in dict.fromkeys((*task[:3], plain(task[3])) for task in tasks) if task[3] != "eager"]
+    tasks = _ordered(tasks)
     jobs = max(1, min(jobs or cpu_count(), len(tasks), _room()))
     started = time.monotonic()
     outcomes = _in_processes(tasks, jobs) if jobs > 1 else [run_task(task, _device()) for task in tasks]
@@ -46,6 +47,25 @@ def prebuild(tasks: Sequence[Task], *, jobs: int | None = None, echo: Callable[[
     text = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "nothing to build"
     echo(f"prebuild: {text} in {jobs} processes  {time.monotonic() - started:.1f} s")
     return counts
+
+
+def _ordered(tasks: Sequence[Task]) -> list[Task]:
+    """The cases that share no kernel first, torch.compile's next, and last those that share some with an earlier case.
+
+    Two processes that compile one kernel at the same time both take its time; the second of them finds it in the cache
+    where it comes later. Cases of one suffix (a rank, a block size) differ in shape alone.
+    """
+    kinds = set()
+    first, rest = [], []
+    for task in tasks:
+        op, case, dtype, backend = task
+        kind = (op, dtype, backend, case.rpartition("_")[2])
+        if backend == "compile" or kind in kinds:
+            rest.append(task)
+        else:
+            kinds.add(kind)
+            first.append(task)
+    return first + sorted(rest, key=lambda task: task[3] != "compile")
 
 
 def run_task(task: Task, device: torch.device) -> str | None:
@@ -78,19 +98,22 @@ def _room() -> int:
 
 def _in_processes(tasks: Sequence[Task], jobs: int) -> list[str | None]:
     context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    workers = [context.Process(target=_worker, args=(tasks[i::jobs], queue), daemon=True) for i in range(jobs)]
+    work, done = context.Queue(), context.Queue()
+    for task in (*tasks, *(None for _ in range(jobs))):
+        work.put(task)
+    workers = [context.Process(target=_worker, args=(work, done), daemon=True) for _ in range(jobs)]
     for worker in workers:
         worker.start()
     outcomes: list[str | None] = []
     try:
         while len(outcomes) < len(tasks):
             try:
-                outcomes.append(queue.get(timeout=0.5))
+                outcomes.append(done.get(timeout=0.5))
             except Empty:
                 if not any(worker.is_alive() for worker in workers):
                     break
     finally:
+        work.cancel_join_thread()
         for worker in workers:
             worker.join(timeout=10)
             if worker.is_alive():
@@ -98,13 +121,13 @@ def _in_processes(tasks: Sequence[Task], jobs: int) -> list[str | None]:
     return outcomes
 
 
-def _worker(tasks: Sequence[Task], queue: Any) -> None:
+def _worker(work: Any, done: Any) -> None:
     import torch._inductor.config as inductor
 
     # Every CPU has a worker already.
     torch.set_num_threads(1)
     inductor.compile_threads = 1
-    for task in tasks:
-        queue.put(run_task(task, _device()))
+    for task in iter(work.get, None):
+        done.put(run_task(task, _device()))
         if task[3] == "compile":
             torch._dynamo.reset()

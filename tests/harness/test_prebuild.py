@@ -1,4 +1,4 @@
-"""Building kernels beforehand: every task is run, a failing one is counted, a dying worker loses only its share."""
+"""Building kernels beforehand: every task is run, a failing one is counted, a dying worker loses only its task."""
 
 from __future__ import annotations
 
@@ -36,17 +36,26 @@ def test_what_a_task_does(monkeypatch):
     assert seen == [("triton", False, False), ("triton", True, True)]
 
 
-def dies_at_two(tasks, queue):
-    for task in tasks:
+def test_kernels_that_nobody_shares_come_first():
+    cases = ("small_r4", "small_r16", "large_r4", "large_r16")
+    tasks = [("op", case, "fp16", backend) for case in cases for backend in ("triton", "compile")]
+    ordered = prebuild._ordered(tasks)
+    assert sorted(ordered) == sorted(tasks)
+    assert [case for _, case, _, backend in ordered[:2] if backend == "triton"] == ["small_r4", "small_r16"]
+    assert [backend for *_, backend in ordered] == ["triton"] * 2 + ["compile"] * 4 + ["triton"] * 2
+
+
+def dies_at_two(work, done):
+    for task in iter(work.get, None):
         if task == "two":
-            queue.close()
-            queue.join_thread()
+            done.close()
+            done.join_thread()
             os._exit(1)
-        queue.put(None)
+        done.put(None)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the planted worker is not importable in a spawned process there")
 def test_a_dying_worker(monkeypatch):
     monkeypatch.setattr(prebuild, "_worker", dies_at_two)
     outcomes = prebuild._in_processes(["one", "zero", "two", "zero", "three", "zero"], 2)
-    assert outcomes == [None] * 4
+    assert outcomes == [None] * 5
