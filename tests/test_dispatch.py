@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from oracle import compare
+from test_ops import need
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -178,6 +179,17 @@ def test_float64_stays_float64_under_autocast() -> None:
     up, down = torch.randn(8, 4).double(), torch.randn(4, 12).double()
     with torch.autocast("cpu", torch.bfloat16):
         assert lora.merge(up, down, backend="eager").dtype is torch.nn.functional.linear(up, down.t()).dtype
+
+
+@pytest.mark.parametrize("backend", ("eager", "compile", "triton"))
+@pytest.mark.parametrize("other", (torch.float16, torch.float32))
+def test_float64_beside_another_dtype(backend: str, other: torch.dtype) -> None:
+    """The result takes the promotion; what is computed in is the 16-bit type, or the first operand's."""
+    need(backend, other)
+    up, down = torch.randn(8, 4, device=DEVICE, dtype=other), torch.randn(4, 12, device=DEVICE).double()
+    found = lora.merge(up, down, backend=backend)
+    assert found.dtype is torch.float64
+    torch.testing.assert_close(found, up.double() @ down, rtol=1e-2, atol=2e-2)
 
 
 def test_a_kernel_can_be_copied() -> None:

@@ -134,7 +134,7 @@ class FusedOp:
             return self._plain_first(scalars, backend, out_dtype)
         autocast = _autocast(tensors)
         if autocast is not None and any(t is not None and t.dtype not in (autocast, torch.float64) for t in tensors):
-            return self._cast_first(autocast, scalars, backend, out_dtype)
+            return self._cast_first(autocast, scalars, backend, out_dtype, but=torch.float64)
         compute, promoted = self._dtypes(tensors, base)
         out_dtype = out_dtype or promoted
         if base is not None and tuple(base.shape) != self.out_shape(*tensors):
@@ -160,9 +160,16 @@ class FusedOp:
             return lambda tensors, base: _Fused.apply(call, base, *tensors)
         return call.output
 
-    def _cast_first(self, dtype: torch.dtype, scalars: Scalars, backend: str, out_dtype: torch.dtype | None) -> Choice:
+    def _cast_first(
+        self,
+        dtype: torch.dtype,
+        scalars: Scalars,
+        backend: str,
+        out_dtype: torch.dtype | None,
+        but: torch.dtype | None = None,
+    ) -> Choice:
         return lambda tensors, base: self(
-            _cast(tensors, dtype), scalars, base=base, backend=backend, out_dtype=out_dtype
+            _cast(tensors, dtype, but), scalars, base=base, backend=backend, out_dtype=out_dtype
         )
 
     def _plain_first(self, scalars: Scalars, backend: str, out_dtype: torch.dtype | None) -> Choice:
@@ -521,10 +528,11 @@ def _first(tensors: Sequence[Any]) -> Tensor:
     return next(t for t in tensors if t is not None)
 
 
-def _cast(tensors: Tensors, dtype: torch.dtype) -> Tensors:
+def _cast(tensors: Tensors, dtype: torch.dtype, but: torch.dtype | None = None) -> Tensors:
+    """The tensors in `dtype`, those in `but` as they are."""
     if all(t is None or t.dtype is dtype for t in tensors):
         return tensors
-    return tuple(t if t is None or t.dtype is torch.float64 else t.to(dtype) for t in tensors)
+    return tuple(t if t is None or t.dtype is but else t.to(dtype) for t in tensors)
 
 
 def _finish(value: Tensor, base: Tensor | None, out_dtype: torch.dtype) -> Tensor:
