@@ -100,10 +100,15 @@ def _cut(text: str, most: int | None) -> str:
     return f"{kept}\n… and {text.count(chr(10)) - kept.count(chr(10))} lines more"
 
 
+def fused_op(op: str) -> FusedOp:
+    """The plumbing behind an op's public function."""
+    package = importlib.import_module(f"kernels.{ops()[op].family}")
+    return next(value for value in vars(package).values() if isinstance(value, FusedOp) and value.name == op)
+
+
 def _hosts(op: str, backend: str) -> tuple[FusedOp, Callable[..., Any], Callable[..., Any]]:
     """An op's plumbing, and its backend's host code of both directions."""
-    package = importlib.import_module(f"kernels.{ops()[op].family}")
-    fused = next(value for value in vars(package).values() if isinstance(value, FusedOp) and value.name == op)
+    fused = fused_op(op)
     module = importlib.import_module(f"{fused.package}.{backend}_impl")
     return fused, getattr(module, f"{fused.stem}_forward"), getattr(module, f"{fused.stem}_backward")
 

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -29,8 +28,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from harness.generated import fused_op
 from harness.record import Row
-from harness.steps import arm_steps, timed_inputs
+from harness.steps import Step, arm_steps, timed_inputs
 from kernels.common import fused, plans, tilelang_target
 from kernels.registry import Case, Inputs, Op
 
@@ -40,9 +40,6 @@ STEPS = ("launch", "handle", "replay", "forward", "with_grad", "both")
 SCALE = ("add", "node", "eager", "eager_both")
 CALLS = 50
 ROUNDS = 21
-# The host's time to issue one forward, in bare launches of all its kernels.
-TARGET = 1.3
-Step = Callable[[], Any]
 
 
 @dataclass
@@ -108,7 +105,7 @@ def _watched(op: Op) -> Iterator[_Seen]:
         fronts[id(made)] = kernel
         return made
 
-    fused_op(op)._choices.clear()
+    fused_op(op.name)._choices.clear()
     tilelang_target._kernels.clear()
     swaps = [
         (fused, "record", recorded),
@@ -120,12 +117,6 @@ def _watched(op: Op) -> Iterator[_Seen]:
         for where, name, value in swaps:
             stack.enter_context(mock.patch.object(where, name, value))
         yield seen
-
-
-def fused_op(op: Op) -> fused.FusedOp:
-    """The FusedOp behind an op's public function."""
-    package = import_module(f"kernels.{op.family}")
-    return next(v for v in vars(package).values() if isinstance(v, fused.FusedOp) and v.name == op.name)
 
 
 class _Node(torch.autograd.Function):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.common.fused import FusedOp
+from harness.generated import fused_op
 from kernels.common.tilelang_target import Target, compiled
 from kernels.registry import Dims, ops
 
@@ -61,8 +61,7 @@ def recorded(
     `shapes` are the arguments' where they don't follow from `dims`; one that is left out is None.
     """
     entry = ops()[op]
-    package = importlib.import_module(f"kernels.{entry.family}")
-    fused = next(v for v in vars(package).values() if isinstance(v, FusedOp) and v.name == op)
+    fused = fused_op(op)
     implementation = importlib.import_module(f"kernels.{entry.family}.tilelang_impl")
     wanted: Wanted = {}
 

@@ -12,12 +12,14 @@ _REDUCE_BLOCK = 256
 _REDUCE_THREADS = 64
 
 
-def to_operand(dsl: Dsl, value: Any, operand: Any, factor: Any) -> Any:
+def to_operand(dsl: Dsl, value: Any, operand: Any, factor: Any, spread: bool = False) -> Any:
     """Writes the float32 tile `value` to the shared tile `operand` in the compute dtype; factor[0] undoes its scaling.
 
     float16 tiles whose largest value passes 2^14 are scaled by a power of two, so that nothing finite becomes inf
     (cases where x @ downᵀ leaves float16's range but the result does not); others are just cast. `factor` is a shared
-    (1,) tile.
+    (1,) tile. `spread` is for products of a warpgroup with more than 64 rows, which lie 64 at a time: TileLang doesn't see
+    that their largest value can be found across threads ("a source index depends on a thread-owned reduce segment"), so
+    shared memory puts the rows' one to a thread.
     """
     T = dsl.T
     rows, cols = value.shape
@@ -28,7 +30,14 @@ def to_operand(dsl: Dsl, value: Any, operand: Any, factor: Any) -> Any:
         top = dsl.fragment((1,))
         inverse = dsl.fragment((1,))
         T.reduce_absmax(value, row_top, dim=1)
-        T.reduce_max(row_top, top, dim=0)
+        if spread:
+            shared_top = dsl.shared((rows,), "float32")
+            spread_top = dsl.fragment((rows,))
+            T.copy(row_top, shared_top)
+            T.copy(shared_top, spread_top)
+            T.reduce_max(spread_top, top, dim=0)
+        else:
+            T.reduce_max(row_top, top, dim=0)
         # Registers for the powers of two: TileLang loses plain variables that are bound inside a pipelined loop.
         top[0] = T.reinterpret(T.reinterpret(T.max(T.min(top[0], 1e38), 16384.0), "int32") & 0x7F800000, "float32")
         factor[0] = top[0] * (1.0 / 16384.0)

@@ -56,34 +56,8 @@ def padded(n: int, multiple: int = 16) -> int:
 
 
 def to_operand(dsl: Dsl, value: Any, operand: Any, factor: Any) -> Any:
-    """As kernels.common's, for tiles of more than 64 rows too.
-
-    A warpgroup's product holds the rows 64 at a time; TileLang doesn't see that their largest value can be found across
-    threads then ("a source index depends on a thread-owned reduce segment"). Shared memory puts them one to a thread.
-    """
-    T = dsl.T
-    rows, cols = value.shape
-    if operand.dtype != "float16" or rows <= 64:
-        return tilelang_ops.to_operand(dsl, value, operand, factor)
-
-    @T.macro
-    def scaled(value, operand, factor):  # type: ignore[no-untyped-def]
-        row_top = dsl.fragment((rows,))
-        spread = dsl.shared((rows,), "float32")
-        spread_top = dsl.fragment((rows,))
-        top = dsl.fragment((1,))
-        inverse = dsl.fragment((1,))
-        T.reduce_absmax(value, row_top, dim=1)
-        T.copy(row_top, spread)
-        T.copy(spread, spread_top)
-        T.reduce_max(spread_top, top, dim=0)
-        top[0] = T.reinterpret(T.reinterpret(T.max(T.min(top[0], 1e38), 16384.0), "int32") & 0x7F800000, "float32")
-        factor[0] = top[0] * (1.0 / 16384.0)
-        inverse[0] = T.reinterpret(0x7F000000 - T.reinterpret(top[0], "int32"), "float32") * 16384.0
-        for i, j in dsl.parallel(rows, cols):
-            operand[i, j] = value[i, j] * inverse[0]
-
-    return scaled(value, operand, factor)
+    """As kernels.common's, whose rows are spread where a tile has more than a warpgroup's product holds at a time."""
+    return tilelang_ops.to_operand(dsl, value, operand, factor, spread=value.shape[0] > 64)
 
 
 def load_factor(
