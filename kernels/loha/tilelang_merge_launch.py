@@ -71,7 +71,6 @@ class Rows:
     span: int
     threads: int = 128
     stages: int = 2
-    per_sm: int = 1
     passes: tuple[str, ...] = _PLAIN
 
 
@@ -85,8 +84,12 @@ class Strips:
     threads: int = 128
     stages: int = 2
     subs: int = 2
-    per_sm: int = 1
     passes: tuple[str, ...] = _PLAIN
+
+
+def _balanced(choices: tuple[int, ...], n_o: int, n_i: int, sms: int) -> int:
+    """The number of 64×64 tiles a block that leaves the busiest SM the fewest, of equal ones the first."""
+    return min(choices, key=lambda steps: cdiv(cdiv(n_o, 64) * cdiv(n_i, 64 * steps), sms) * steps)
 
 
 def merge_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, target: Target, sms: int) -> Merge:
@@ -102,11 +105,11 @@ def merge_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, target: Targe
     if dtype is torch.float32 or n_r > 64:
         return Merge(64, 64)
     if size <= 1 << 21:
-        return Merge(64, 64) if n_r <= 16 else Merge(64, 64, overlap=True, passes=_SMALL_STORES)
+        block, threads = (128, 256) if n_r > 16 and size > 1 << 20 else (64, 128)
+        return Merge(block, block, 1, threads, overlap=True, passes=_SMALL_STORES)
     if n_r <= 16:
-        if size <= 1 << 23:
-            return Merge(64, 64, 4, 128, 2)
-        return Merge(64, 64, 4, 128, 2, overlap=True, per_sm=4, passes=_SMALL_STORES)
+        steps = 4 if size <= 1 << 23 else _balanced((6, 5, 4), n_o, n_i, sms)
+        return Merge(64, 64, steps, 128, 2, overlap=True, per_sm=4, passes=_SMALL_STORES)
     if size <= 1 << 23:
         return Merge(64, 64, 4, 128, 2, overlap=True, per_sm=4)
     spans = max(1, (2 if size < 1 << 25 else 4) * sms // cdiv(n_i, 128))
