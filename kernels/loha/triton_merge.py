@@ -59,7 +59,7 @@ def _load(factor, at, mask, in_rank, EVEN: tl.constexpr, FULL: tl.constexpr):
 @planned
 @triton.jit
 def _merge_kernel(
-    up1, down1, up2, down2, base, out, n_o, span, scale, stride_bo, N_I: tl.constexpr, N_R: tl.constexpr,
+    up1, down1, up2, down2, base, out, n_o, n_r, span, scale, stride_bo, N_I: tl.constexpr, N_R: tl.constexpr,
     U1O: tl.constexpr, U1R: tl.constexpr, D1R: tl.constexpr, D1I: tl.constexpr,
     U2O: tl.constexpr, U2R: tl.constexpr, D2R: tl.constexpr, D2I: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr, ONCE: tl.constexpr, EVEN: tl.constexpr,
@@ -69,7 +69,10 @@ def _merge_kernel(
 
     Sizes and strides are constants: half of the instructions before the first load go, of a kernel of 2 µs.
     """
-    FULL: tl.constexpr = N_R == BLOCK_R
+    # A rank of 16 is masked in a walk, by a bound that is no constant: with no mask the first step's loads and barriers are
+    # compiled into every step, as predicated ones, which cost 5120×1280 a microsecond.
+    FULL: tl.constexpr = N_R == BLOCK_R and (ONCE or N_R > 16)
+    bound = n_r if N_R == BLOCK_R else N_R
     offs_r = tl.arange(0, BLOCK_R)
     first = tl.program_id(0) * span
     rows_o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -78,8 +81,8 @@ def _merge_kernel(
         rows_o = rows_o.to(tl.int64)
     rows_o = rows_o[:, None]
     mask_o = rows_o < n_o
-    up_rank = (offs_r < N_R)[None, :]
-    down_rank = (offs_r < N_R)[:, None]
+    up_rank = (offs_r < bound)[None, :]
+    down_rank = (offs_r < bound)[:, None]
     u1 = tl.zeros((BLOCK_O, BLOCK_R), up1.dtype.element_ty)
     u2 = tl.zeros((BLOCK_O, BLOCK_R), up2.dtype.element_ty)
     for step in range(0, BLOCK_I if ONCE else tl.minimum(span, N_I - first), BLOCK_I):
@@ -101,18 +104,23 @@ def _merge_kernel(
 
 
 def merge_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, sms: int) -> Merge:
-    """The merge's tiles, as measured on an H200: small ones, whose programs share an SM.
+    """The merge's tiles, as measured on an H200: one a program, or a walk that leaves the busiest SM the fewest tiles.
 
-    Where ΔW exceeds the L2 cache, and from 4096×4096 at rank 64, a program keeps 128 columns of down and walks down the
-    rows: 12288×3072 29.3 µs against 34.7 by columns at rank 64, 20.9 against 21.7 at rank 16. 3072×3072, rank 64: 10.1.
+    At rank 64 an SM holds three programs, and a walk is as long as lets all of them run at once: 5120×1280 7.7 µs in 7
+    steps, 8.3 in 5 and 9.8 in 4; 12288×3072 28.9 in 24 and 29.5 in 12. At rank 4: 12288×3072 20.5 in 6 steps, 21.6 in 8.
     """
     size = n_o * n_i
     if dtype is torch.float32 or n_r > 64:
         return Merge(32, 64, 64, 4, 1)
     if size <= 1 << 21:
-        return Merge(64, 128, 128, 4, 1) if n_r > 16 and size > 1 << 20 else Merge(64, 64, 64, 4, 1)
-    spans = max(1, 3 * sms // cdiv(n_o, 64))
-    return Merge(64, 64, cdiv(cdiv(n_i, 64), spans) * 64, 4, 3)
+        if n_r > 16 and size > 1 << 20:
+            return Merge(128, 128, 128, 8, 1)
+        return Merge(32 if n_r <= 16 and size <= 1 << 19 else 64, 64, 64, 4, 1)
+    down, along = cdiv(n_o, 64), cdiv(n_i, 64)
+    spans = range(max(1, min(along, 3 * sms // down)), 0, -1)
+    choices = (6, 7, 8) if n_r <= 16 else tuple(cdiv(along, n) for n in spans)
+    steps = min(choices, key=lambda n: cdiv(down * cdiv(along, n), sms) * n)
+    return Merge(64, 64, 64 * steps, 4, 4 if n_r <= 16 else 3)
 
 
 def strip_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, sms: int) -> MergeBackward:
@@ -185,7 +193,7 @@ def merge_forward(
     small = (up1, down1, up2, down2, out) if bias is None else (up1, down1, up2, down2, out, bias)
     even = n_o % config.block_o == 0 and n_i % config.block_i == 0 and all(_within_int32(t) for t in small)
     _merge_kernel[(cdiv(n_i, config.span), cdiv(n_o, config.block_o))](
-        up1, down1, up2, down2, bias, out, n_o, config.span, scale, 0 if bias is None else bias.stride(0), n_i, n_r,
+        up1, down1, up2, down2, bias, out, n_o, n_r, config.span, scale, 0 if bias is None else bias.stride(0), n_i, n_r,
         *up1.stride(), *down1.stride(), *up2.stride(), *down2.stride(),
         config.block_o, config.block_i, rank_block("loha", n_r), config.span == config.block_i, even,
         bias is not None, precision(up1.dtype), num_warps=config.num_warps, num_stages=config.num_stages,
