@@ -138,24 +138,26 @@ def test_tilelang_strips(subs: int) -> None:
     assert_close(dict(zip(values, grads, strict=True)), {name: wanted[name] for name in values}, FLOAT32_LIMIT)
 
 
-@pytest.mark.parametrize("backend", FUSED)
-@pytest.mark.parametrize("by_rows", (False, True), ids=("along", "down"))
-def test_merge_walks(by_rows: bool, backend: str) -> None:
-    """The merge by programs that walk along ΔW's rows or down its columns, past both ends."""
+# Past both ends, and sizes and a rank that the tiles divide.
+@pytest.mark.parametrize("dims", ((100, 90, 5), (96, 96, 16)), ids=("ragged", "even"))
+@pytest.mark.parametrize("walk", ("triton-along", "tilelang-along", "tilelang-down"))
+def test_merge_walks(walk: str, dims: tuple[int, int, int]) -> None:
+    """The merge by programs that walk along ΔW's rows or, in TileLang, down its columns, with a base added."""
+    backend, _, way = walk.partition("-")
     need(backend, torch.float32)
-    values = make((100, 90, 5))
+    values, base = make(dims), torch.randn(dims[:2], device=DEVICE)
     if backend == "triton":
         from kernels.loha.triton_merge import Merge as TritonMerge
         from kernels.loha.triton_merge import merge_forward as forward
 
-        config = TritonMerge(32, 16, 64, 4, 2, by_rows)
+        config = TritonMerge(32, 16, 64, 4, 2)
     else:
         from kernels.loha.tilelang_merge_launch import Merge
         from kernels.loha.tilelang_merge_launch import merge_forward as forward
 
-        config = Merge(32, 16, 3, by_rows=by_rows)
-    out, _ = forward(*values.values(), 0.5, base=None, out_dtype=torch.float32, needs=(False,) * 4, config=config)
-    wanted = merge_reference(*(t.double() for t in values.values()), 0.5)
+        config = Merge(32, 16, 3, by_rows=way == "down")
+    out, _ = forward(*values.values(), 0.5, base=base, out_dtype=torch.float32, needs=(False,) * 4, config=config)
+    wanted = base.double() + merge_reference(*(t.double() for t in values.values()), 0.5)
     assert_close({"out": out}, {"out": wanted}, FLOAT32_LIMIT)
 
 

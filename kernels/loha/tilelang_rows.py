@@ -172,8 +172,6 @@ def row_backward(
         up_group = up_rows * up_spans if need_up1 or need_up2 else 0
         down_group = T.ceildiv(I, BLOCK_M) if need_down1 or need_down2 else 0
         with T.Kernel(up_group + down_group, groups, threads=config.threads) as (pid, group):
-            if config.per_sm > 1 and not dsl.cpu:
-                T.annotate_min_blocks_per_sm(config.per_sm)
             if need_up1 or need_up2:
                 if pid < up_group:
                     walk(

@@ -117,8 +117,6 @@ def strip_backward(dsl: Dsl, *, I: Size, R: Size, BLOCK_R: int, dtype: str, conf
     ):
         T.annotate_pass_configs(dsl.passes(config.passes))
         with T.Kernel(T.ceildiv(I, BLOCK_I * SUBS), T.ceildiv(O, SPAN), threads=config.threads) as (pid_i, pid_s):
-            if config.per_sm > 1 and not dsl.cpu:
-                T.annotate_min_blocks_per_sm(config.per_sm)
             u1 = dsl.shared((BLOCK_O, BLOCK_R), dtype)
             u2 = dsl.shared((BLOCK_O, BLOCK_R), dtype)
             d1a = dsl.shared((BLOCK_R, BLOCK_I), dtype)

@@ -17,7 +17,7 @@ from kernels.common.plans import planned
 from kernels.common.triton_ops import precision
 from kernels.common.views import cdiv, rows, sm_count
 from kernels.loha.grads import new_grads
-from kernels.loha.triton_loads import load_down, load_up, rank_block
+from kernels.loha.triton_loads import rank_block
 from kernels.loha.triton_reduce import reduce_grads
 from kernels.loha.triton_rows import Rows, row_backward
 from kernels.loha.triton_strips import strips_kernel
@@ -25,17 +25,13 @@ from kernels.loha.triton_strips import strips_kernel
 
 @dataclass(frozen=True)
 class Merge:
-    """Launch of the merge: a program writes `block_o` rows of ΔW over `span` columns, `block_i` at a time.
-
-    `by_rows`: it writes `block_i` columns over `span` rows, `block_o` at a time.
-    """
+    """Launch of the merge: a program writes `block_o` rows of ΔW over `span` columns, `block_i` at a time."""
 
     block_o: int
     block_i: int
     span: int
     num_warps: int
     num_stages: int
-    by_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,126 +47,80 @@ class MergeBackward:
 
 
 @triton.jit
-def _store_product(
-    u1, d1, u2, d2, base, out, rows_o, mask_o, offs_i, mask_i, n_i, scale, stride_bo,
-    HAS_BASE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    mask = mask_o[:, None] & mask_i[None, :]
-    value = tl.dot(u1, d1, input_precision=PRECISION) * tl.dot(u2, d2, input_precision=PRECISION) * scale
-    if HAS_BASE:
-        value += tl.load(base + rows_o[:, None] * stride_bo + offs_i[None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + rows_o[:, None] * n_i + offs_i[None, :], value.to(out.dtype.element_ty), mask=mask)
+def _load(factor, at, mask, in_rank, EVEN: tl.constexpr, FULL: tl.constexpr):
+    if EVEN and FULL:
+        return tl.load(factor + at)
+    elif EVEN:
+        return tl.load(factor + at, mask=in_rank, other=0.0)
+    else:
+        return tl.load(factor + at, mask=in_rank & mask, other=0.0)
 
 
 @planned
 @triton.jit
 def _merge_kernel(
-    up1, down1, up2, down2, base, out, n_o, n_i, n_r, span, scale,
-    stride_u1o, stride_u1r, stride_d1r, stride_d1i, stride_u2o, stride_u2r, stride_d2r, stride_d2i, stride_bo,
-    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
-    ONCE: tl.constexpr, BY_ROWS: tl.constexpr, HAS_BASE: tl.constexpr, PRECISION: tl.constexpr,
+    up1, down1, up2, down2, base, out, n_o, n_r, span, scale, stride_bo, N_I: tl.constexpr, N_R: tl.constexpr,
+    U1O: tl.constexpr, U1R: tl.constexpr, D1R: tl.constexpr, D1I: tl.constexpr,
+    U2O: tl.constexpr, U2R: tl.constexpr, D2R: tl.constexpr, D2I: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr, ONCE: tl.constexpr, EVEN: tl.constexpr,
+    HAS_BASE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    if BY_ROWS:
-        _merge_rows(
-            up1, down1, up2, down2, base, out, n_o, n_i, n_r, span, scale,
-            stride_u1o, stride_u1r, stride_d1r, stride_d1i, stride_u2o, stride_u2r, stride_d2r, stride_d2i, stride_bo,
-            BLOCK_O, BLOCK_I, BLOCK_R, HAS_BASE, PRECISION,
-        )  # fmt: skip
-    else:
-        _merge_columns(
-            up1, down1, up2, down2, base, out, n_o, n_i, n_r, span, scale,
-            stride_u1o, stride_u1r, stride_d1r, stride_d1i, stride_u2o, stride_u2r, stride_d2r, stride_d2i, stride_bo,
-            BLOCK_O, BLOCK_I, BLOCK_R, ONCE, HAS_BASE, PRECISION,
-        )  # fmt: skip
+    """Rows of ΔW over a span of its columns; EVEN sizes need no masks along O and I, nor offsets of 64 bits.
 
-
-@triton.jit
-def _merge_rows(
-    up1, down1, up2, down2, base, out, n_o, n_i, n_r, span, scale,
-    stride_u1o, stride_u1r, stride_d1r, stride_d1i, stride_u2o, stride_u2r, stride_d2r, stride_d2i, stride_bo,
-    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr, HAS_BASE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """A program keeps its columns of down and walks down the rows; programs side by side share their rows of up."""
-    pid = tl.program_id(0)
-    strips = tl.cdiv(n_i, BLOCK_I)
-    offs_i = (pid % strips) * BLOCK_I + tl.arange(0, BLOCK_I)
+    Sizes and strides are constants: half of the instructions before the first load go, of a kernel of 2 µs.
+    """
+    # A rank of 16 is masked in a walk, by a bound that is no constant: with no mask the first step's loads and barriers are
+    # compiled into every step, as predicated ones, which cost 5120×1280 a microsecond.
+    FULL: tl.constexpr = N_R == BLOCK_R and (ONCE or N_R > 16)
+    bound = n_r if N_R == BLOCK_R else N_R
     offs_r = tl.arange(0, BLOCK_R)
-    mask_i = offs_i < n_i
-    rows_i = offs_i.to(tl.int64)
-    d1 = load_down(down1, rows_i, mask_i, offs_r, n_r, stride_d1r, stride_d1i)
-    d2 = load_down(down2, rows_i, mask_i, offs_r, n_r, stride_d2r, stride_d2i)
-    start = (pid // strips) * span
-    stop = tl.minimum(start + span, n_o)
-    for o in range(start, stop, BLOCK_O):
-        offs_o = o + tl.arange(0, BLOCK_O)
-        mask_o = offs_o < stop
-        rows_o = offs_o.to(tl.int64)
-        u1 = load_up(up1, rows_o, mask_o, offs_r, n_r, stride_u1o, stride_u1r)
-        u2 = load_up(up2, rows_o, mask_o, offs_r, n_r, stride_u2o, stride_u2r)
-        _store_product(
-            u1, d1, u2, d2, base, out, rows_o, mask_o, offs_i, mask_i, n_i, scale, stride_bo, HAS_BASE, PRECISION
-        )
-
-
-@triton.jit
-def _merge_columns(
-    up1, down1, up2, down2, base, out, n_o, n_i, n_r, span, scale,
-    stride_u1o, stride_u1r, stride_d1r, stride_d1i, stride_u2o, stride_u2r, stride_d2r, stride_d2i, stride_bo,
-    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
-    ONCE: tl.constexpr, HAS_BASE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """A program keeps its rows of up and walks along the columns."""
-    pid = tl.program_id(0)
-    spans = tl.cdiv(n_i, span)
-    offs_o = (pid // spans) * BLOCK_O + tl.arange(0, BLOCK_O)
-    offs_r = tl.arange(0, BLOCK_R)
-    mask_o = offs_o < n_o
-    rows_o = offs_o.to(tl.int64)
-    start = (pid % spans) * span
-    if ONCE:
-        # All four factors are asked for before the first is waited for.
-        offs_i = start + tl.arange(0, BLOCK_I)
-        mask_i = offs_i < n_i
-        rows_i = offs_i.to(tl.int64)
-        u1 = load_up(up1, rows_o, mask_o, offs_r, n_r, stride_u1o, stride_u1r)
-        d1 = load_down(down1, rows_i, mask_i, offs_r, n_r, stride_d1r, stride_d1i)
-        u2 = load_up(up2, rows_o, mask_o, offs_r, n_r, stride_u2o, stride_u2r)
-        d2 = load_down(down2, rows_i, mask_i, offs_r, n_r, stride_d2r, stride_d2i)
-        _store_product(
-            u1, d1, u2, d2, base, out, rows_o, mask_o, offs_i, mask_i, n_i, scale, stride_bo, HAS_BASE, PRECISION
-        )
-    else:
-        u1 = load_up(up1, rows_o, mask_o, offs_r, n_r, stride_u1o, stride_u1r)
-        u2 = load_up(up2, rows_o, mask_o, offs_r, n_r, stride_u2o, stride_u2r)
-        stop = tl.minimum(start + span, n_i)
-        for i in range(start, stop, BLOCK_I):
-            offs_i = i + tl.arange(0, BLOCK_I)
-            mask_i = offs_i < stop
-            rows_i = offs_i.to(tl.int64)
-            d1 = load_down(down1, rows_i, mask_i, offs_r, n_r, stride_d1r, stride_d1i)
-            d2 = load_down(down2, rows_i, mask_i, offs_r, n_r, stride_d2r, stride_d2i)
-            _store_product(
-                u1, d1, u2, d2, base, out, rows_o, mask_o, offs_i, mask_i, n_i, scale, stride_bo, HAS_BASE, PRECISION
-            )
+    first = tl.program_id(0) * span
+    rows_o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
+    if not EVEN:
+        offs_r = offs_r.to(tl.int64)
+        rows_o = rows_o.to(tl.int64)
+    rows_o = rows_o[:, None]
+    mask_o = rows_o < n_o
+    up_rank = (offs_r < bound)[None, :]
+    down_rank = (offs_r < bound)[:, None]
+    u1 = tl.zeros((BLOCK_O, BLOCK_R), up1.dtype.element_ty)
+    u2 = tl.zeros((BLOCK_O, BLOCK_R), up2.dtype.element_ty)
+    for step in range(0, BLOCK_I if ONCE else tl.minimum(span, N_I - first), BLOCK_I):
+        rows_i = (first + step + tl.arange(0, BLOCK_I))[None, :]
+        if not EVEN:
+            rows_i = rows_i.to(tl.int64)
+        mask_i = rows_i < N_I
+        d1 = _load(down1, offs_r[:, None] * D1R + rows_i * D1I, mask_i, down_rank, EVEN, FULL)
+        d2 = _load(down2, offs_r[:, None] * D2R + rows_i * D2I, mask_i, down_rank, EVEN, FULL)
+        if step == 0:
+            # Here, and not before the loop, so that the first tiles of down are under way when these are waited for.
+            u1 = _load(up1, rows_o * U1O + offs_r[None, :] * U1R, mask_o, up_rank, EVEN, FULL)
+            u2 = _load(up2, rows_o * U2O + offs_r[None, :] * U2R, mask_o, up_rank, EVEN, FULL)
+        value = tl.dot(u1, d1, input_precision=PRECISION) * tl.dot(u2, d2, input_precision=PRECISION) * scale
+        mask = None if EVEN else mask_o & mask_i
+        if HAS_BASE:
+            value += tl.load(base + rows_o * stride_bo + rows_i, mask=mask).to(tl.float32)
+        tl.store(out + rows_o * N_I + rows_i, value.to(out.dtype.element_ty), mask=mask)
 
 
 def merge_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, sms: int) -> Merge:
-    """The merge's tiles, as measured on an H200: small ones, whose programs share an SM.
+    """The merge's tiles, as measured on an H200: one a program, or a walk that leaves the busiest SM the fewest tiles.
 
-    Where ΔW exceeds the L2 cache, and from 4096×4096 at rank 64, a program keeps 128 columns of down and walks down the
-    rows: 12288×3072 29.3 µs against 34.7 by columns at rank 64, 20.9 against 21.7 at rank 16. 3072×3072, rank 64: 10.1.
+    At rank 64 an SM holds three programs, and a walk is as long as lets all of them run at once: 5120×1280 7.7 µs in 7
+    steps, 8.3 in 5 and 9.8 in 4; 12288×3072 28.9 in 24 and 29.5 in 12. At rank 4: 12288×3072 20.5 in 6 steps, 21.6 in 8.
     """
     size = n_o * n_i
     if dtype is torch.float32 or n_r > 64:
         return Merge(32, 64, 64, 4, 1)
     if size <= 1 << 21:
-        return Merge(64, 64, 64, 4, 1)
-    if size > 1 << 24 or (n_r > 16 and size >= 1 << 24):
-        spans = max(1, 2 * sms // cdiv(n_i, 128))
-        return Merge(64, 128, cdiv(cdiv(n_o, spans), 64) * 64, 8, 3, True)
-    if size >= 1 << 24:
-        return Merge(64, 64, 512, 4, 3)
-    return Merge(64, 64, 320 if size <= 1 << 23 else 384, 4, 3)
+        if n_r > 16 and size > 1 << 20:
+            return Merge(128, 128, 128, 8, 1)
+        return Merge(32 if n_r <= 16 and size <= 1 << 19 else 64, 64, 64, 4, 1)
+    down, along = cdiv(n_o, 64), cdiv(n_i, 64)
+    spans = range(max(1, min(along, 3 * sms // down)), 0, -1)
+    choices = (6, 7, 8) if n_r <= 16 else tuple(cdiv(along, n) for n in spans)
+    steps = min(choices, key=lambda n: cdiv(down * cdiv(along, n), sms) * n)
+    return Merge(64, 64, 64 * steps, 4, 4 if n_r <= 16 else 3)
 
 
 def strip_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, sms: int) -> MergeBackward:
@@ -219,6 +169,10 @@ def merge_backward_config(n_o: int, n_i: int, n_r: int, dtype: torch.dtype, sms:
     return Rows(64, 64, span, 4, 3)
 
 
+def _within_int32(t: Tensor) -> bool:
+    return sum((size - 1) * abs(stride) for size, stride in zip(t.shape, t.stride(), strict=True)) < 1 << 31
+
+
 def merge_forward(
     up1: Tensor,
     down1: Tensor,
@@ -236,13 +190,13 @@ def merge_forward(
     config = config or merge_config(n_o, n_i, n_r, up1.dtype, sm_count(up1.device))
     out = torch.empty((n_o, n_i), dtype=out_dtype, device=up1.device)
     bias = None if base is None else rows(base)
-    side, walked, block = (n_i, n_o, config.block_i) if config.by_rows else (n_o, n_i, config.block_o)
-    _merge_kernel[(cdiv(side, block) * cdiv(walked, config.span),)](
-        up1, down1, up2, down2, bias, out, n_o, n_i, n_r, config.span, scale,
-        *up1.stride(), *down1.stride(), *up2.stride(), *down2.stride(), 0 if bias is None else bias.stride(0),
-        config.block_o, config.block_i, rank_block("loha", n_r), config.span == config.block_i and not config.by_rows,
-        config.by_rows, bias is not None, precision(up1.dtype),
-        num_warps=config.num_warps, num_stages=config.num_stages,
+    small = (up1, down1, up2, down2, out) if bias is None else (up1, down1, up2, down2, out, bias)
+    even = n_o % config.block_o == 0 and n_i % config.block_i == 0 and all(_within_int32(t) for t in small)
+    _merge_kernel[(cdiv(n_i, config.span), cdiv(n_o, config.block_o))](
+        up1, down1, up2, down2, bias, out, n_o, n_r, config.span, scale, 0 if bias is None else bias.stride(0), n_i, n_r,
+        *up1.stride(), *down1.stride(), *up2.stride(), *down2.stride(),
+        config.block_o, config.block_i, rank_block("loha", n_r), config.span == config.block_i, even,
+        bias is not None, precision(up1.dtype), num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out, ()
 

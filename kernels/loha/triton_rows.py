@@ -38,18 +38,20 @@ class Rows:
 @triton.jit
 def _row_sums(
     block, part, g, l1, r1, l2, r2, out1, out2, n_m, n_n, n_r, span, scale,
-    stride_gm, stride_gn, stride_l1m, stride_l1r, stride_r1r, stride_r1n, stride_l2m, stride_l2r, stride_r2r, stride_r2n,
-    stride_om, stride_or, stride_part,
+    stride_gm, stride_gn, stride_om, stride_or, stride_part,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out1[part, m] = scale · Σ_n (g ∘ (l2 @ r2))[m, n] · r1[:, n] over the part-th span; out2 with 1 and 2 swapped."""
+    """out1[part, m] = scale · Σ_n (g ∘ (l2 @ r2))[m, n] · r1[:, n] over the part-th span; out2 with 1 and 2 swapped.
+
+    Each factor comes as (pointer, stride, stride), those of its rows first.
+    """
     offs_m = block * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_r = tl.arange(0, BLOCK_R)
     mask_m = offs_m < n_m
     rows_m = offs_m.to(tl.int64)
     dtype = g.dtype.element_ty
-    u1 = load_up(l1, rows_m, mask_m, offs_r, n_r, stride_l1m, stride_l1r)
-    u2 = load_up(l2, rows_m, mask_m, offs_r, n_r, stride_l2m, stride_l2r)
+    u1 = load_up(l1[0], rows_m, mask_m, offs_r, n_r, l1[1], l1[2])
+    u2 = load_up(l2[0], rows_m, mask_m, offs_r, n_r, l2[1], l2[2])
     acc1 = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
     acc2 = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
     start = part * span
@@ -60,8 +62,8 @@ def _row_sums(
         rows_n = offs_n.to(tl.int64)
         at = g + rows_m[:, None] * stride_gm + rows_n[None, :] * stride_gn
         tile = tl.load(at, mask=mask_m[:, None] & mask_n[None, :], other=0.0).to(tl.float32)
-        d1 = load_down(r1, rows_n, mask_n, offs_r, n_r, stride_r1r, stride_r1n)
-        d2 = load_down(r2, rows_n, mask_n, offs_r, n_r, stride_r2r, stride_r2n)
+        d1 = load_down(r1[0], rows_n, mask_n, offs_r, n_r, r1[1], r1[2])
+        d2 = load_down(r2[0], rows_n, mask_n, offs_r, n_r, r2[1], r2[2])
         if out1 is not None:
             operand, factor = to_operand_by_row(tile * tl.dot(u2, d2, input_precision=PRECISION), dtype)
             acc1 += tl.dot(operand, tl.trans(d1), input_precision=PRECISION) * factor
@@ -91,15 +93,15 @@ def _rows_kernel(
         pid += group * up_group
         spans = tl.cdiv(n_i, span)
         _row_sums(
-            pid // spans, pid % spans, g, up1, down1, up2, down2, out_up1, out_up2, n_o, n_i, n_r, span, up_scale, stride_go, 1,
-            stride_u1o, stride_u1r, stride_d1r, stride_d1i, stride_u2o, stride_u2r, stride_d2r, stride_d2i,
-            n_r, 1, up_part, BLOCK_M, BLOCK_N, BLOCK_R, PRECISION,
+            pid // spans, pid % spans, g, (up1, stride_u1o, stride_u1r), (down1, stride_d1r, stride_d1i),
+            (up2, stride_u2o, stride_u2r), (down2, stride_d2r, stride_d2i), out_up1, out_up2, n_o, n_i, n_r, span, up_scale,
+            stride_go, 1, n_r, 1, up_part, BLOCK_M, BLOCK_N, BLOCK_R, PRECISION,
         )  # fmt: skip
     else:
         _row_sums(
-            pid - up_group, group, g, down1, up1, down2, up2, out_down1, out_down2, n_i, n_o, n_r, span, down_scale,
-            1, stride_go, stride_d1i, stride_d1r, stride_u1r, stride_u1o, stride_d2i, stride_d2r, stride_u2r, stride_u2o,
-            1, n_i, down_part, BLOCK_M, BLOCK_N, BLOCK_R, PRECISION,
+            pid - up_group, group, g, (down1, stride_d1i, stride_d1r), (up1, stride_u1r, stride_u1o),
+            (down2, stride_d2i, stride_d2r), (up2, stride_u2r, stride_u2o), out_down1, out_down2, n_i, n_o, n_r, span, down_scale,
+            1, stride_go, 1, n_i, down_part, BLOCK_M, BLOCK_N, BLOCK_R, PRECISION,
         )  # fmt: skip
 
 
