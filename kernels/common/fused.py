@@ -41,9 +41,13 @@ Scalars = tuple[float, ...]
 Tensors = tuple["Tensor | None", ...]
 Spec = tuple[tuple[int, ...], torch.dtype]
 Choice = Callable[["Tensors", "Tensor | None"], Tensor]
+# What recognises a call's tensors, whether TF32 was allowed (None: no matter), and the choice for such calls.
+Guarded = tuple[Callable[..., bool], "bool | None", Choice]
 # Bytes whose multiples kernels are specialised for.
 ALIGNMENT = 16
 _MAX_KINDS = 4096
+# Kinds of call that are told apart by their guards alone; any more are looked up by their whole signature.
+_MAX_GUARDED = 8
 _SIXTEEN = (torch.float16, torch.bfloat16)
 # Quick forms of public functions, which stand in where a PyTorch lacks them: how many dispatch modes are active, the
 # innermost function transform, whether autocast is on for any device, the current stream's handle, and the current device without a check that CUDA is initialised: a tensor has settled that.
@@ -54,6 +58,14 @@ _raw_stream: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
 )
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+_deterministic: Callable[[], bool] = getattr(
+    torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
+)
+# How torch.compile's code knows its arguments again, in one call: class, shape, strides, dtype, device, requires_grad, and
+# the set of dispatch keys, in which lazy negation, implied zeros, function transforms and tracers show (modes don't all).
+_TensorGuards: Callable[..., Any] | None = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+# Stands in for an absent optional tensor there; its dtype is no argument's.
+_ABSENT = torch.empty(1, dtype=torch.bool)
 
 
 def _no_saved(needs: Sequence[bool], *tensors: Tensor | None) -> tuple[Spec, ...]:
@@ -82,8 +94,10 @@ class FusedOp:
         self.scalars, self.optional = scalars, optional
         self._implementation = cache(lambda backend: import_module(f"{package}.{backend}_impl"))
         self._choices: dict[Any, Choice] = {}
+        self._guarded: dict[Any, list[Guarded]] = {}
         self._calls: dict[Any, FusedCall] = {}
-        self._key = _key_function(args, (*(arg in optional for arg in args), True))
+        maybe = (*(arg in optional for arg in args), True)
+        self._key, self._find = _key_function(args, maybe), _find_function(args, maybe)
         # As torch.compile sees the op: opaque, with a fake implementation and a registered backward.
         self._library = _register(self)
 
@@ -101,20 +115,58 @@ class FusedOp:
         Checks and chooses once for each kind of call; later calls are known by their arguments' signatures.
         `out_dtype`: the result's dtype, by default the promotion of all.
         """
-        if torch.compiler.is_compiling() or _observed():
+        if torch.compiler.is_compiling() or _dispatch_modes() > 0:
             return self._choose(tensors, scalars, base, backend, out_dtype, opaque=True)(tensors, base)
         try:
             autocast = _autocast(tensors) if _any_autocast() else None
-            modes = (torch.is_grad_enabled(), autocast, forward_ad._current_level >= 0)
-            key = self._key((backend, scalars, out_dtype, modes), *tensors, base)
-            choice = self._choices.get(key)
+            mode = (backend, scalars, out_dtype, torch.is_grad_enabled(), autocast, forward_ad._current_level >= 0)
+            choice = self._find(self._guarded, mode, *tensors, base)
         except (AttributeError, RuntimeError, TypeError):
             # No tensor, or none with plain memory: either the checks say so, or the choice holds for this call alone.
-            return self._choose(tensors, scalars, base, backend, out_dtype)(tensors, base)
+            return self._choose(tensors, scalars, base, backend, out_dtype, opaque=_observed())(tensors, base)
+        if choice is None:
+            choice = self._recall(mode, tensors, scalars, base, backend, out_dtype)
+        return choice(tensors, base)
+
+    def forget(self) -> None:
+        """Forgets every kind of call, and their launch plans with them."""
+        for known in (self._choices, self._guarded, self._calls):
+            known.clear()
+
+    def _recall(
+        self,
+        mode: Any,
+        tensors: Tensors,
+        scalars: Scalars,
+        base: Tensor | None,
+        backend: str,
+        out_dtype: torch.dtype | None,
+    ) -> Choice:
+        """The choice for calls of this kind, known by the whole signature or made now; the next one is found by guards."""
+        if _observed():
+            return self._choose(tensors, scalars, base, backend, out_dtype, opaque=True)
+        key = self._key(mode, *tensors, base)
+        choice = self._choices.get(key)
         if choice is None:
             choice = self._choose(tensors, scalars, base, backend, out_dtype)
             _remember(self._choices, key, choice)
-        return choice(tensors, base)
+        self._guard(mode, tensors, base, choice)
+        return choice
+
+    def _guard(self, mode: Any, tensors: Tensors, base: Tensor | None, choice: Choice) -> None:
+        """Lets `_find` see the choice, where there is room and the tensors are as most are."""
+        present = [_ABSENT if t is None else t for t in (*tensors, base)]
+        if _TensorGuards is None or any(t.data_ptr() % ALIGNMENT for t in present):
+            return
+        required = _required(self.args, [arg in self.optional for arg in self.args])[:2]
+        at = (mode, *(present[self.args.index(arg)].numel() for arg in required))
+        if at not in self._guarded:
+            _remember(self._guarded, at, [])
+        known = self._guarded[at]
+        if len(known) < _MAX_GUARDED:
+            guards = _TensorGuards(*present, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+            tf32 = backends.allow_tf32() if _first(tensors).dtype is torch.float32 else None
+            known.append((guards.check, tf32, choice))
 
     def _choose(
         self,
@@ -296,10 +348,15 @@ class FusedCall:
     def output(self, tensors: Tensors, base: Tensor | None) -> Tensor:
         """The output alone."""
         plan = self.plan
-        if plan is not None and (replay := self._replay(plan)):
-            out: Tensor = replay(self.stream(), *tensors, base)[0]
-            return out
-        return self.forward(tensors, base)[0]
+        if (
+            plan is None
+            or self.index is not None and self.index != _current_device()
+            or self.watched is not None and self.watched()
+        ):  # fmt: skip
+            return self.forward(tensors, base)[0]
+        replay = plan.filled if _deterministic() else plan.replay
+        out: Tensor = replay(self.stream(), *tensors, base)[0]
+        return out
 
     def forward(self, tensors: Tensors, base: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The output and what the backward wants saved."""
@@ -347,7 +404,7 @@ class FusedCall:
         """What repeats a plan here; None on a device that isn't the current one, or where someone watches."""
         if self.index is not None and self.index != _current_device() or self.watched is not None and self.watched():
             return None
-        return plan.filled if torch.are_deterministic_algorithms_enabled() else plan.replay
+        return plan.filled if _deterministic() else plan.replay
 
     def _elsewhere(
         self, plan: Plan | None, names: tuple[str, ...], inputs: tuple[Any, ...], run: Callable[..., Any]
@@ -418,11 +475,38 @@ def _key_function(args: Sequence[str], optional: Sequence[bool]) -> Callable[...
         f"None if {arg} is None else ({of.format(arg)})" if maybe else of.format(arg)
         for arg, maybe in zip((*args, "base"), optional, strict=True)
     ]
-    first = next(arg for arg, maybe in zip(args, optional[:-1], strict=True) if not maybe)
+    first = _required(args, optional)[0]
     tf32 = f"{first}.dtype is float32 and allow_tf32()"
     names = {"ALIGNMENT": ALIGNMENT, "float32": torch.float32, "allow_tf32": backends.allow_tf32}
     exec(f"def key(mode, {', '.join(args)}, base):\n    return mode, {', '.join((*parts, tf32))}", names)
     function: Callable[..., Any] = names["key"]  # type: ignore[assignment]
+    return function
+
+
+def _required(args: Sequence[str], optional: Sequence[bool]) -> list[str]:
+    return [arg for arg, maybe in zip(args, optional[: len(args)], strict=True) if not maybe]
+
+
+def _find_function(args: Sequence[str], optional: Sequence[bool]) -> Callable[..., Any]:
+    """find(known, mode, *args, base): the choice in `known` whose guards hold for these tensors, or None.
+
+    Guards are kept by `mode` and the sizes of two tensors, so that a few have to be tried at most, and are all for aligned
+    tensors. Written out as `_key_function` is, and raises as it does; no address is read of a tensor that isn't a known one.
+    """
+    names, required = (*args, "base"), _required(args, optional)
+    lines = [f"if {name} is None: {name} = ABSENT" for name, maybe in zip(names, optional, strict=True) if maybe]
+    addresses = (
+        f"(0 if {name} is ABSENT else {name}.data_ptr())" if maybe else f"{name}.data_ptr()"
+        for name, maybe in zip(names, optional, strict=True)
+    )
+    lines += [
+        f"for check, tf32, choice in known.get((mode, {', '.join(f'{name}.numel()' for name in required[:2])}), ()):",
+        f"    if check({', '.join(names)}) and not ({' | '.join(addresses)}) % ALIGNMENT:",
+        "        if tf32 is None or tf32 is allow_tf32(): return choice",
+    ]
+    found = {"ABSENT": _ABSENT, "ALIGNMENT": ALIGNMENT, "allow_tf32": backends.allow_tf32}
+    exec("\n    ".join([f"def find(known, mode, {', '.join(names)}):", *lines]), found)
+    function: Callable[..., Any] = found["find"]  # type: ignore[assignment]
     return function
 
 
