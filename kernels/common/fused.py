@@ -122,7 +122,7 @@ class FusedOp:
             mode = (backend, scalars, out_dtype, torch.is_grad_enabled(), autocast, forward_ad._current_level >= 0)
             choice = self._find(self._guarded, mode, *tensors, base)
         except (AttributeError, RuntimeError, TypeError):
-            # No tensor, or none with plain memory: either the checks say so, or the choice holds for this call alone.
+            # As in `_recall`, or what no dictionary has for a key.
             return self._choose(tensors, scalars, base, backend, out_dtype, opaque=_observed())(tensors, base)
         if choice is None:
             choice = self._recall(mode, tensors, scalars, base, backend, out_dtype)
@@ -145,7 +145,11 @@ class FusedOp:
         """The choice for calls of this kind, known by the whole signature or made now; the next one is found by guards."""
         if _observed():
             return self._choose(tensors, scalars, base, backend, out_dtype, opaque=True)
-        key = self._key(mode, *tensors, base)
+        try:
+            key = self._key(mode, *tensors, base)
+        except (AttributeError, RuntimeError):
+            # No tensor, or none with plain memory: either the checks say so, or the choice holds for this call alone.
+            return self._choose(tensors, scalars, base, backend, out_dtype)
         choice = self._choices.get(key)
         if choice is None:
             choice = self._choose(tensors, scalars, base, backend, out_dtype)

@@ -159,10 +159,10 @@ def merge_forward(
     }
     if size <= MAX_SCALARS:
         width = _width(n_i)
-        shape = (n_o, n_i // width, width)
-        run = build(tilelang_merge.scalars, target, **sizes(target, I=shape[1]), WIDTH=width, **constants)
+        shape: tuple[int, ...] = (n_o, n_i // width, width)
+        run = build(tilelang_merge.scalars, target, **sizes(target, I=n_i // width), WIDTH=width, **constants)
     else:
-        shape = (n_k, size, n_i)
+        shape = (n_k, size, n_i) if target.cpu else (n_o, n_i)
         inline = solve(blocks, delta, shrink, config.inline)
         run = build(tilelang_merge.dots, target, **sizes(target, I=n_i), P=pad(size), inline=inline, **constants)
     shrink = None if shrink is None else shrink.view(1)

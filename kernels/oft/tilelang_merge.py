@@ -185,14 +185,16 @@ def dots(
     @T.prim_func
     def kernel(
         blocks: T.Tensor((n_k, S, S), dtype),
-        weight: T.Tensor((n_k, S, I), dtype),
+        weight_rows: T.Tensor(dsl.declared((n_k, S, I), (n_o, I)), dtype),
         rescale: T.Tensor((n_o,), dtype),
         shrink: T.Tensor((1,), "float32"),
-        base: T.Tensor((n_k, S, I), base_dtype or out_dtype),
-        out: T.Tensor((n_k, S, I), out_dtype),
+        base_rows: T.Tensor(dsl.declared((n_k, S, I), (n_o, I)), base_dtype or out_dtype),
+        out_rows: T.Tensor(dsl.declared((n_k, S, I), (n_o, I)), out_dtype),
         delta: T.Tensor((n_k, S, S), "float32"),
     ):
         T.annotate_pass_configs(dsl.passes(config.passes))
+        weight, out = dsl.reshaped(weight_rows, (n_k, S, I)), dsl.reshaped(out_rows, (n_k, S, I))
+        base = dsl.reshaped(base_rows, (n_k, S, I))
         with T.Kernel(T.ceildiv(I, BLOCK_I * config.tiles), n_k, threads=config.threads) as (pid_i, pid_k):
             ahead = [dsl.fragment((P, BLOCK_I), dtype) for t in tiles]
             tile = dsl.shared((P, BLOCK_I), dtype)
