@@ -5,7 +5,8 @@ A family makes one `FusedOp` per op and calls it from its public function, after
     _BYPASS = FusedOp(
         "lora_bypass", package="kernels.lora", stem="bypass", args=("x", "up", "down"), scalars=("scale",),
         eager=bypass_reference, out_shape=lambda x, up, down: (*x.shape[:-1], up.shape[0]),
-        saved=lambda needs, x, up, down: (((rows(x), up.shape[1]), torch.float32),) if ... else ())
+        saved=lambda needs, x, up, down: (((rows(x), up.shape[1]), torch.float32),) if ... else (),
+        reads=lambda needs, tensors, scalars: (needs[2], needs[0] or needs[2], needs[0]))
     _BYPASS((x, up, down), (scale,), base=base, backend=backend)
 
 `eager(*tensors, *scalars)` is the formula in PyTorch, without `base`. `kernels.<family>.<dsl>_impl` holds
@@ -13,7 +14,8 @@ A family makes one `FusedOp` per op and calls it from its public function, after
     <stem>_forward(*tensors, *scalars, base, out_dtype, needs) -> (out, saved)
     <stem>_backward(grad, *tensors, *scalars, saved, needs) -> one gradient or None per tensor of `args`
 
-where `tensors` are in `args` order (None for an absent optional one), all in one compute dtype, with any strides; `base` is
+`reads(needs, tensors, scalars)` says which of the arguments' values the backward reads; of the others it is given the shape
+alone (`plans.unread`), and they are not kept. By default it reads them all. `tensors` are in `args` order (None for an absent optional one), all in one compute dtype, with any strides; `base` is
 None or in its own dtype; `needs[i]` says whether tensors[i] wants a gradient (all False: nothing will be asked for); `saved` is a tuple of tensors,
 of exactly the shapes and dtypes that the `saved` function gives. `grad` is in the compute dtype, with any strides; gradients come back in the compute dtype, contiguous. No tensor is empty.
 The implementations run under the right current device and on PyTorch's current stream, with autograd off.
@@ -25,6 +27,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from importlib import import_module
+from itertools import islice
 from typing import Any
 
 import torch
@@ -34,12 +37,13 @@ from torch.autograd.function import once_differentiable
 
 from kernels.common import backends
 from kernels.common.checks import check_backend, check_tensor
-from kernels.common.plans import Plan, hooked, record
+from kernels.common.plans import Plan, hooked, record, unread
 
 NAMESPACE = "fused_adapters"
 Scalars = tuple[float, ...]
 Tensors = tuple["Tensor | None", ...]
 Spec = tuple[tuple[int, ...], torch.dtype]
+Shapes = tuple["tuple[int, ...] | None", ...]
 Choice = Callable[["Tensors", "Tensor | None"], Tensor]
 # What recognises a call's tensors, whether TF32 was allowed (None: no matter), and the choice for such calls.
 Guarded = tuple[Callable[..., bool], "bool | None", Choice]
@@ -72,6 +76,10 @@ def _no_saved(needs: Sequence[bool], *tensors: Tensor | None) -> tuple[Spec, ...
     return ()
 
 
+def _read_all(needs: Sequence[bool], tensors: Tensors, scalars: Scalars) -> tuple[bool, ...]:
+    return tuple(t is not None for t in tensors)
+
+
 class FusedOp:
     """An op that runs on any backend and is differentiable in every tensor; see the module's docstring."""
 
@@ -88,10 +96,11 @@ class FusedOp:
         scalars: tuple[str, ...] = (),
         optional: tuple[str, ...] = (),
         saved: Callable[..., tuple[Spec, ...]] = _no_saved,
+        reads: Callable[..., tuple[bool, ...]] = _read_all,
     ) -> None:
         self.name, self.package, self.stem, self.args = name, package, stem, args
         self.check, self.eager, self.out_shape, self.saved_specs = check, eager, out_shape, saved
-        self.scalars, self.optional = scalars, optional
+        self.scalars, self.optional, self._reads = scalars, optional, reads
         self._implementation = cache(lambda backend: import_module(f"{package}.{backend}_impl"))
         self._choices: dict[Any, Choice] = {}
         self._guarded: dict[Any, list[Guarded]] = {}
@@ -209,7 +218,7 @@ class FusedOp:
                 0
             ]
         backends.require(backend, device, compute)
-        call = FusedCall(self, backend, scalars, out_dtype, needs, tensors)
+        call = FusedCall(self, backend, scalars, out_dtype, needs, _shapes(tensors), _first(tensors))
         differentiable = any(needs) or (base is not None and base.requires_grad and torch.is_grad_enabled())
         # Forward-mode differentiation has to reach autograd, which refuses it.
         if differentiable or forward_ad._current_level >= 0:
@@ -249,6 +258,13 @@ class FusedOp:
         tensors = tuple(plain)
         return self._call(backend, tensors, scalars, out_dtype, needs, base).forward(tensors, base)
 
+    def read(self, needs: Sequence[bool], tensors: Tensors, scalars: Scalars) -> Tensors:
+        """The tensors that the backward reads, None for the others."""
+        if not any(needs):
+            return (None,) * len(tensors)
+        reads = self._reads(tuple(needs), tensors, scalars)
+        return tuple(t if read else None for t, read in zip(tensors, reads, strict=True))
+
     def backward(
         self,
         backend: str,
@@ -257,9 +273,20 @@ class FusedOp:
         scalars: Scalars,
         saved: tuple[Tensor, ...],
         needs: tuple[bool, ...],
+        shapes: Shapes | None = None,
     ) -> Tensors:
-        """The backend's backward without autograd: a gradient for each tensor that needs one."""
-        return self._call(backend, tensors, scalars, grad.dtype, needs, None).backward(grad, tensors, saved)
+        """The backend's backward without autograd: a gradient for each tensor that needs one.
+
+        grad is in the compute dtype. shapes: of all tensors, of which those that `read` leaves out may be None.
+        """
+        shapes = shapes or _shapes(tensors)
+        tf32 = grad.dtype is torch.float32 and backends.allow_tf32()
+        key = (backend, scalars, needs, shapes, grad.dtype, grad.device, tf32)
+        call = self._calls.get(key)
+        if call is None:
+            call = FusedCall(self, backend, scalars, grad.dtype, needs, shapes, grad)
+            _remember(self._calls, key, call)
+        return call.backward(grad, tensors, saved)
 
     def _call(
         self,
@@ -273,7 +300,7 @@ class FusedOp:
         key = self._key((backend, scalars, out_dtype, needs), *tensors, base)
         call = self._calls.get(key)
         if call is None:
-            call = FusedCall(self, backend, scalars, out_dtype, needs, tensors)
+            call = FusedCall(self, backend, scalars, out_dtype, needs, _shapes(tensors), _first(tensors))
             _remember(self._calls, key, call)
         return call
 
@@ -333,18 +360,20 @@ class FusedCall:
         scalars: Scalars,
         out_dtype: torch.dtype,
         needs: tuple[bool, ...],
-        tensors: Tensors,
+        shapes: Shapes,
+        like: Tensor,
     ) -> None:
-        first = _first(tensors)
         self.op, self.backend, self.scalars, self.out_dtype, self.needs = op, backend, scalars, out_dtype, needs
-        self.compute, self.index = first.dtype, first.device.index if first.is_cuda else None
+        self.shapes, self.compute, self.device = shapes, like.dtype, like.device
+        self.index = like.device.index if like.is_cuda else None
         # PyTorch's current stream on the tensors' device, as the driver's handle.
         self.stream: Callable[[], int] = int if self.index is None else partial(_raw_stream, self.index)
-        self.count = len(tensors)
-        self.empty = any(t is not None and t.numel() == 0 for t in tensors)
+        self.count = len(shapes)
+        self.empty = any(shape is not None and 0 in shape for shape in shapes)
         # Whether someone watches the launches, which only Triton's own launcher would report.
         self.watched = hooked if backend == "triton" else None
         self.plan: Plan | None = None
+        self.reads: tuple[bool, ...] | None = None
         self.backward_plans: dict[Any, Plan] = {}
         # Directions whose host code no plan can hold.
         self.unplanned: set[str] = set()
@@ -379,7 +408,7 @@ class FusedCall:
         return result
 
     def backward(self, grad: Tensor, tensors: Tensors, saved: tuple[Tensor, ...]) -> Tensors:
-        """A gradient for each tensor that needs one."""
+        """A gradient for each tensor that needs one; those that it doesn't read may be None."""
         if grad.dtype is not self.compute:
             grad = grad.to(self.compute)
         grad = _resolved(grad)
@@ -391,8 +420,13 @@ class FusedCall:
             return grads
         if self.empty:
             return tuple(
-                torch.zeros_like(t) if n and t is not None else None for t, n in zip(tensors, self.needs, strict=True)
+                grad.new_zeros(shape) if need and shape is not None else None
+                for shape, need in zip(self.shapes, self.needs, strict=True)
             )
+        tensors = tuple(
+            t if t is not None or shape is None else unread(shape, self.compute, self.device)
+            for t, shape in zip(tensors, self.shapes, strict=True)
+        )
         host, last = self.op.host_code(self.backend, "backward"), 1 + self.count
 
         def run(*inputs: Tensor | None) -> Any:
@@ -403,6 +437,12 @@ class FusedCall:
         if made is not None and made is not plan:
             _remember(self.backward_plans, key, made)
         return grads
+
+    def kept(self, tensors: Tensors) -> Tensors:
+        """The tensors that the backward reads, None for the others."""
+        if self.reads is None:
+            self.reads = tuple(t is not None for t in self.op.read(self.needs, tensors, self.scalars))
+        return tuple(t if read else None for t, read in zip(tensors, self.reads, strict=True))
 
     def _replay(self, plan: Plan) -> Callable[..., Any] | None:
         """What repeats a plan here; None on a device that isn't the current one, or where someone watches."""
@@ -442,7 +482,7 @@ class _Fused(torch.autograd.Function):
     def forward(ctx: Any, call: FusedCall, base: Tensor | None, *tensors: Any) -> Tensor:  # type: ignore[override]
         ctx.call, ctx.base_dtype = call, None if base is None else base.dtype
         out, saved = call.forward(tensors, base)
-        ctx.save_for_backward(*tensors, *saved)
+        ctx.save_for_backward(*call.kept(tensors), *saved)
         return out
 
     @staticmethod
@@ -555,6 +595,7 @@ def _register(op: FusedOp) -> Any:
     """Registers forward and backward of `op` with torch.library; returns the differentiable forward."""
     count = len(op.args)
     declared = ", ".join(f"Tensor{'?' if arg in op.optional else ''} {arg}" for arg in op.args)
+    maybe = ", ".join(f"Tensor? {arg}" for arg in op.args)
 
     def forward(*values: Any) -> list[Tensor]:
         tensors, (base, scalars, backend, out_dtype, needs) = values[:count], values[count:]
@@ -570,13 +611,14 @@ def _register(op: FusedOp) -> Any:
         return [first.new_empty(shape, dtype=dtype) for shape, dtype in specs]
 
     def backward(grad: Tensor, *values: Any) -> list[Tensor]:
-        tensors, (saved, scalars, backend, needs) = values[:count], values[count:]
-        grads = op.backward(backend, grad, tensors, tuple(scalars), tuple(saved), tuple(needs))
+        tensors, (saved, sizes, ranks, scalars, backend, needs) = values[:count], values[count:]
+        shapes = _split(sizes, ranks)
+        grads = op.backward(backend, grad, tensors, tuple(scalars), tuple(saved), tuple(needs), shapes)
         return [g for g, n in zip(grads, needs, strict=True) if n and g is not None]
 
     def backward_fake(grad: Tensor, *values: Any) -> list[Tensor]:
-        tensors, needs = values[:count], values[-1]
-        return [t.new_empty(t.shape) for t, n in zip(tensors, needs, strict=True) if n]
+        sizes, ranks, needs = values[count + 1], values[count + 2], values[-1]
+        return [grad.new_empty(shape) for shape, n in zip(_split(sizes, ranks), needs, strict=True) if n and shape]
 
     forward_op = torch.library.custom_op(
         f"{NAMESPACE}::{op.name}",
@@ -589,21 +631,27 @@ def _register(op: FusedOp) -> Any:
         f"{NAMESPACE}::{op.name}_backward",
         backward,
         mutates_args=(),
-        schema=f"(Tensor grad, {declared}, Tensor[] saved, float[] scalars, str backend, bool[] needs) -> Tensor[]",
+        schema=f"(Tensor grad, {maybe}, Tensor[] saved, SymInt[] sizes, int[] ranks, float[] scalars, str backend, bool[] needs)"
+        " -> Tensor[]",
     )
     backward_op.register_fake(backward_fake)
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-        ctx.save_for_backward(*inputs[:count], *output[1:])
-        base, ctx.scalars, ctx.backend, _, ctx.needs_list = inputs[count:]
+        tensors, (base, ctx.scalars, ctx.backend, _, ctx.needs_list) = inputs[:count], inputs[count:]
+        ctx.save_for_backward(*op.read(ctx.needs_list, tensors, tuple(ctx.scalars)), *output[1:])
+        ctx.compute = _first(tensors).dtype
+        # Of all tensors, one after another: a schema has no lists of lists.
+        ctx.sizes = [size for t in tensors if t is not None for size in t.shape]
+        ctx.ranks = [0 if t is None else t.ndim for t in tensors]
         ctx.base_dtype = None if base is None or not base.requires_grad else base.dtype
 
     def differentiate(ctx: Any, grads: list[Tensor]) -> Any:
         values = ctx.saved_tensors
         made = iter(())
         if any(ctx.needs_list):
-            saved = list(values[count:])
-            made = iter(backward_op(grads[0], *values[:count], saved, ctx.scalars, ctx.backend, ctx.needs_list))
+            saved, grad = list(values[count:]), grads[0].to(ctx.compute)
+            rest = (saved, ctx.sizes, ctx.ranks, ctx.scalars, ctx.backend, ctx.needs_list)
+            made = iter(backward_op(grad, *values[:count], *rest))
         wanted = [next(made) if need else None for need in ctx.needs_list]
         base_grad = None if ctx.base_dtype is None else grads[0].to(ctx.base_dtype)
         return (*wanted, base_grad, None, None, None, None)
@@ -612,8 +660,18 @@ def _register(op: FusedOp) -> Any:
     return forward_op
 
 
+def _shapes(tensors: Tensors) -> Shapes:
+    return tuple(None if t is None else tuple(t.shape) for t in tensors)
+
+
 def _first(tensors: Sequence[Any]) -> Tensor:
     return next(t for t in tensors if t is not None)
+
+
+def _split(sizes: Sequence[int], ranks: Sequence[int]) -> Shapes:
+    """The shapes of tensors of so many axes, None for no axis, which no argument has."""
+    left = iter(sizes)
+    return tuple(tuple(islice(left, rank)) or None for rank in ranks)
 
 
 def _cast(tensors: Tensors, dtype: torch.dtype, but: torch.dtype | None = None) -> Tensors:

@@ -74,6 +74,7 @@ class Planned:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        args = _given(args)
         recorder = getattr(_recording, "recorder", None)
         if recorder is None:
             self.kernel[grid](*args, **options)
@@ -81,11 +82,25 @@ class Planned:
             recorder.launch_grid(self.kernel, grid, args, options)
 
     def __call__(self, *args: Any) -> None:
+        args = _given(args)
         recorder = getattr(_recording, "recorder", None)
         if recorder is None:
             self.kernel(*args)
         else:
             recorder.launch(self.kernel, args)
+
+
+def unread(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Stands for a tensor whose values host code doesn't need: its shape, without memory; kernels get None for it."""
+    tensor = torch.empty(size, dtype=dtype, device=device)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def _given(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(
+        None if isinstance(v, Tensor) and v.numel() > 0 and v.untyped_storage().nbytes() == 0 else v for v in args
+    )
 
 
 def planned(kernel: Any) -> Planned:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.common.checks import check_last, check_shape, check_tensor
 from kernels.common.fused import FusedOp
-from kernels.loha.pairs import saved_specs
+from kernels.loha.pairs import reads, saved_specs
 from kernels.loha.reference import bypass_reference, merge_reference
 
 _FACTORS = ("up1", "down1", "up2", "down2")
@@ -50,6 +50,7 @@ _BYPASS = FusedOp(
     eager=bypass_reference,
     out_shape=lambda x, up1, down1, up2, down2: (*x.shape[:-1], up1.shape[0]),
     saved=saved_specs,
+    reads=reads,
 )
 
 

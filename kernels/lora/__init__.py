@@ -39,6 +39,7 @@ _MERGE = FusedOp(
     check=_check_merge,
     eager=merge_reference,
     out_shape=lambda up, down: (up.shape[0], down.shape[1]),
+    reads=lambda needs, tensors, scalars: (needs[1], needs[0]),
 )
 _BYPASS = FusedOp(
     "lora_bypass",
@@ -50,6 +51,7 @@ _BYPASS = FusedOp(
     eager=bypass_reference,
     out_shape=lambda x, up, down: (*x.shape[:-1], up.shape[0]),
     saved=_bypass_saved,
+    reads=lambda needs, tensors, scalars: (needs[2], needs[0] or needs[2], needs[0]),
 )
 
 
