@@ -7,7 +7,7 @@ A family makes one `FusedOp` per op and calls it from its public function, after
         eager=bypass_reference, out_shape=lambda x, up, down: (*x.shape[:-1], up.shape[0]),
         saved=lambda needs, x, up, down: (((rows(x), up.shape[1]), torch.float32),) if ... else (),
         reads=lambda needs, tensors, scalars: (needs[2], needs[0] or needs[2], needs[0]))
-    _BYPASS((x, up, down), (scale,), base=base, backend=backend)
+    _BYPASS.call((x, up, down), (scale,), base, backend)
 
 `eager(*tensors, *scalars)` is the formula in PyTorch, without `base`. `kernels.<family>.<dsl>_impl` holds
 
@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 
 from kernels.common import backends
 from kernels.common.checks import check_backend, check_tensor
@@ -49,6 +50,8 @@ Choice = Callable[["Tensors", "Tensor | None"], Tensor]
 Guarded = tuple[Callable[..., bool], "bool | None", Choice]
 # Bytes whose multiples kernels are specialised for.
 ALIGNMENT = 16
+# What a launch plan depends on in one of its tensors.
+_LAYOUT = "{0}.shape, {0}.stride(), {0}.dtype, {0}.device, {0}.data_ptr() % ALIGNMENT"
 _MAX_KINDS = 4096
 # Kinds of call that are told apart by their guards alone; any more are looked up by their whole signature.
 _MAX_GUARDED = 8
@@ -68,8 +71,6 @@ _deterministic: Callable[[], bool] = getattr(
 # How torch.compile's code knows its arguments again, in one call: class, shape, strides, dtype, device, requires_grad, and
 # the set of dispatch keys, in which lazy negation, implied zeros, function transforms and tracers show (modes don't all).
 _TensorGuards: Callable[..., Any] | None = getattr(torch._C._dynamo.guards, "TensorGuards", None)
-# Stands in for an absent optional tensor there; its dtype is no argument's.
-_ABSENT = torch.empty(1, dtype=torch.bool)
 
 
 def _no_saved(needs: Sequence[bool], *tensors: Tensor | None) -> tuple[Spec, ...]:
@@ -110,11 +111,10 @@ class FusedOp:
         # As torch.compile sees the op: opaque, with a fake implementation and a registered backward.
         self._library = _register(self)
 
-    def __call__(
+    def call(
         self,
         tensors: Tensors,
-        scalars: Scalars = (),
-        *,
+        scalars: Scalars,
         base: Tensor | None,
         backend: str,
         out_dtype: torch.dtype | None = None,
@@ -124,18 +124,17 @@ class FusedOp:
         Checks and chooses once for each kind of call; later calls are known by their arguments' signatures.
         `out_dtype`: the result's dtype, by default the promotion of all.
         """
-        if torch.compiler.is_compiling() or _dispatch_modes() > 0:
+        if is_compiling() or _dispatch_modes() > 0:
             return self._choose(tensors, scalars, base, backend, out_dtype, opaque=True)(tensors, base)
         try:
-            autocast = _autocast(tensors) if _any_autocast() else None
-            mode = (backend, scalars, out_dtype, torch.is_grad_enabled(), autocast, forward_ad._current_level >= 0)
-            choice = self._find(self._guarded, mode, *tensors, base)
+            choice, place = self._find(self._guarded, backend, scalars, out_dtype, *tensors, base)
         except (AttributeError, RuntimeError, TypeError):
             # As in `_recall`, or what no dictionary has for a key.
             return self._choose(tensors, scalars, base, backend, out_dtype, opaque=_observed())(tensors, base)
         if choice is None:
-            choice = self._recall(mode, tensors, scalars, base, backend, out_dtype)
-        return choice(tensors, base)
+            choice = self._recall(place, tensors, scalars, base, backend, out_dtype)
+        out: Tensor = choice(tensors, base)
+        return out
 
     def forget(self) -> None:
         """Forgets every kind of call, and their launch plans with them."""
@@ -144,7 +143,7 @@ class FusedOp:
 
     def _recall(
         self,
-        mode: Any,
+        place: Any,
         tensors: Tensors,
         scalars: Scalars,
         base: Tensor | None,
@@ -155,7 +154,7 @@ class FusedOp:
         if _observed():
             return self._choose(tensors, scalars, base, backend, out_dtype, opaque=True)
         try:
-            key = self._key(mode, *tensors, base)
+            key = self._key(place, *tensors, base)
         except (AttributeError, RuntimeError):
             # No tensor, or none with plain memory: either the checks say so, or the choice holds for this call alone.
             return self._choose(tensors, scalars, base, backend, out_dtype)
@@ -163,23 +162,22 @@ class FusedOp:
         if choice is None:
             choice = self._choose(tensors, scalars, base, backend, out_dtype)
             _remember(self._choices, key, choice)
-        self._guard(mode, tensors, base, choice)
+        self._guard(place, [t for t in (*tensors, base) if t is not None], choice)
         return choice
 
-    def _guard(self, mode: Any, tensors: Tensors, base: Tensor | None, choice: Choice) -> None:
+    def _guard(self, place: Any, present: list[Tensor], choice: Choice) -> None:
         """Lets `_find` see the choice, where there is room and the tensors are as most are."""
-        present = [_ABSENT if t is None else t for t in (*tensors, base)]
         if _TensorGuards is None or any(t.data_ptr() % ALIGNMENT for t in present):
             return
-        required = _required(self.args, [arg in self.optional for arg in self.args])[:2]
-        at = (mode, *(present[self.args.index(arg)].numel() for arg in required))
-        if at not in self._guarded:
-            _remember(self._guarded, at, [])
-        known = self._guarded[at]
+        if place not in self._guarded:
+            _remember(self._guarded, place, [])
+        known = self._guarded[place]
         if len(known) < _MAX_GUARDED:
             guards = _TensorGuards(*present, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-            tf32 = backends.allow_tf32() if _first(tensors).dtype is torch.float32 else None
-            known.append((guards.check, tf32, choice))
+            tf32 = backends.allow_tf32() if present[0].dtype is torch.float32 else None
+            # One tensor twice never passes them.
+            if guards.check(*present):
+                known.append((guards.check, tf32, choice))
 
     def _choose(
         self,
@@ -207,7 +205,7 @@ class FusedOp:
             raise ValueError(f"{self.name}: base: got shape {tuple(base.shape)}, wanted {wanted}")
         if any(t is not None and t.dtype is not compute for t in tensors):
             return self._cast_first(compute, scalars, backend, out_dtype)
-        if backend == "eager" or (backend == "compile" and torch.compiler.is_compiling()):
+        if backend == "eager" or (backend == "compile" and is_compiling()):
             return lambda tensors, base: _finish(self.eager(*tensors, *scalars), base, out_dtype)
         if backend == "compile":
             formula = self._compile(scalars)
@@ -233,14 +231,12 @@ class FusedOp:
         out_dtype: torch.dtype | None,
         but: torch.dtype | None = None,
     ) -> Choice:
-        return lambda tensors, base: self(
-            _cast(tensors, dtype, but), scalars, base=base, backend=backend, out_dtype=out_dtype
-        )
+        return lambda tensors, base: self.call(_cast(tensors, dtype, but), scalars, base, backend, out_dtype)
 
     def _plain_first(self, scalars: Scalars, backend: str, out_dtype: torch.dtype | None) -> Choice:
         def choice(tensors: Tensors, base: Tensor | None) -> Tensor:
             *plain, base = (None if t is None else _resolved(t) for t in (*tensors, base))
-            return self(tuple(plain), scalars, base=base, backend=backend, out_dtype=out_dtype)
+            return self.call(tuple(plain), scalars, base, backend, out_dtype)
 
         return choice
 
@@ -511,10 +507,7 @@ def _key_function(args: Sequence[str], optional: Sequence[bool]) -> Callable[...
     Written out for the op's arguments, as one flat tuple, since it is made on each call; raises AttributeError or
     RuntimeError where an argument is no tensor with plain memory.
     """
-    of = (
-        "type({0}), {0}.shape, {0}.stride(), {0}.dtype, {0}.device, {0}.requires_grad, {0}.is_neg(), "
-        "{0}._is_zerotensor(), {0}.data_ptr() % ALIGNMENT"
-    )
+    of = f"type({{0}}), {_LAYOUT}, {{0}}.requires_grad, {{0}}.is_neg(), {{0}}._is_zerotensor()"
     parts = [
         f"None if {arg} is None else ({of.format(arg)})" if maybe else of.format(arg)
         for arg, maybe in zip((*args, "base"), optional, strict=True)
@@ -532,31 +525,47 @@ def _required(args: Sequence[str], optional: Sequence[bool]) -> list[str]:
 
 
 def _find_function(args: Sequence[str], optional: Sequence[bool]) -> Callable[..., Any]:
-    """find(known, mode, *args, base): the choice in `known` whose guards hold for these tensors, or None.
+    """find(known, backend, scalars, out_dtype, *args, base): (the choice whose guards hold for these tensors or None, place).
 
-    Guards are kept by `mode` and the sizes of two tensors, so that a few have to be tried at most, and are all for aligned
-    tensors. Written out as `_key_function` is, and raises as it does; no address is read of a tensor that isn't a known one.
+    The place is where guards are kept: by what is no tensor's, which of the tensors are there, and the size of the first, so
+    that a few guards have to be tried at most. They are all for aligned tensors. Written out as `_key_function` is, and
+    raises as it does; no address is read of a tensor that isn't a known one.
     """
     names, required = (*args, "base"), _required(args, optional)
-    lines = [f"if {name} is None: {name} = ABSENT" for name, maybe in zip(names, optional, strict=True) if maybe]
+    absent = [name for name, maybe in zip(names, optional, strict=True) if maybe]
     addresses = (
-        f"(0 if {name} is ABSENT else {name}.data_ptr())" if maybe else f"{name}.data_ptr()"
+        f"(0 if {name} is None else {name}.data_ptr())" if maybe else f"{name}.data_ptr()"
         for name, maybe in zip(names, optional, strict=True)
     )
-    lines += [
-        f"for check, tf32, choice in known.get((mode, {', '.join(f'{name}.numel()' for name in required[:2])}), ()):",
-        f"    if check({', '.join(names)}) and not ({' | '.join(addresses)}) % ALIGNMENT:",
-        "        if tf32 is None or tf32 is allow_tf32(): return choice",
+    mode = "backend, scalars, out_dtype, grad(), autocast(args) if any_autocast() else None, forward_ad._current_level >= 0"
+    lines = [
+        f"args = {', '.join(names)}",
+        f"at = ({mode}, {', '.join(f'{name} is None' for name in absent)}, {required[0]}.numel())",
+        f"few = {' is None and '.join(absent)} is None",
+        "for check, tf32, choice in known.get(at, ()):",
+        f"    if check({', '.join(required)}) if few else check(*[t for t in args if t is not None]):",
+        f"        if not ({' | '.join(addresses)}) % ALIGNMENT and (tf32 is None or tf32 is allow_tf32()):",
+        "            return choice, at",
+        "return None, at",
     ]
-    found = {"ABSENT": _ABSENT, "ALIGNMENT": ALIGNMENT, "allow_tf32": backends.allow_tf32}
-    exec("\n    ".join([f"def find(known, mode, {', '.join(names)}):", *lines]), found)
+    found = {
+        "ALIGNMENT": ALIGNMENT,
+        "allow_tf32": backends.allow_tf32,
+        "any_autocast": _any_autocast,
+        "autocast": _autocast,
+        "forward_ad": forward_ad,
+        "grad": torch.is_grad_enabled,
+    }
+    head = f"def find(known, backend, scalars, out_dtype, {', '.join(names)}):"
+    exec("\n    ".join([head, *lines]), found)
     function: Callable[..., Any] = found["find"]  # type: ignore[assignment]
     return function
 
 
-def _layout(t: Tensor | None) -> Any:
-    """What a backward's launch plan depends on in one of its arguments."""
-    return None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % ALIGNMENT)
+# What a backward's launch plan depends on in one of its arguments.
+_layout: Callable[[Tensor | None], Any] = eval(
+    f"lambda t: None if t is None else ({_LAYOUT.format('t')})", {"ALIGNMENT": ALIGNMENT}
+)
 
 
 def _observed() -> bool:

@@ -82,7 +82,7 @@ def merge(
         ValueError: a wrong shape, device or backend name; TypeError: a wrong type or dtype, or float16 with bfloat16.
         UnsupportedCase: the backend cannot run this here; the message says why.
     """
-    return _MERGE((up1, down1, up2, down2), (float(scale),), base=base, backend=backend)
+    return _MERGE.call((up1, down1, up2, down2), (float(scale),), base, backend)
 
 
 def bypass(
@@ -112,4 +112,4 @@ def bypass(
     Raises:
         As `merge`.
     """
-    return _BYPASS((x, up1, down1, up2, down2), (float(scale),), base=base, backend=backend)
+    return _BYPASS.call((x, up1, down1, up2, down2), (float(scale),), base, backend)

@@ -116,7 +116,7 @@ def merge(w1: Factor, w2: Factor, scale: float = 1.0, *, base: Tensor | None = N
         ValueError: a wrong shape, device or backend name; TypeError: a wrong type or dtype, or float16 with bfloat16.
         UnsupportedCase: the backend cannot run this here; the message says why.
     """
-    return _MERGE((*_parts("w1", w1), *_parts("w2", w2)), (float(scale),), base=base, backend=backend)
+    return _MERGE.call((*_parts("w1", w1), *_parts("w2", w2)), (float(scale),), base, backend)
 
 
 def bypass(
@@ -141,7 +141,7 @@ def bypass(
     Raises:
         As `merge`.
     """
-    return _BYPASS((x, *_parts("w1", w1), *_parts("w2", w2)), (float(scale),), base=base, backend=backend)
+    return _BYPASS.call((x, *_parts("w1", w1), *_parts("w2", w2)), (float(scale),), base, backend)
 
 
 def _parts(name: str, value: Factor) -> tuple[Tensor, Tensor | None]:

@@ -73,7 +73,7 @@ def merge(up: Tensor, down: Tensor, scale: float = 1.0, *, base: Tensor | None =
         ValueError: a wrong shape, device or backend name; TypeError: a wrong type or dtype, or float16 with bfloat16.
         UnsupportedCase: the backend cannot run this here; the message says why.
     """
-    return _MERGE((up, down), (float(scale),), base=base, backend=backend)
+    return _MERGE.call((up, down), (float(scale),), base, backend)
 
 
 def bypass(
@@ -95,4 +95,4 @@ def bypass(
     Raises:
         As `merge`.
     """
-    return _BYPASS((x, up, down), (float(scale),), base=base, backend=backend)
+    return _BYPASS.call((x, up, down), (float(scale),), base, backend)

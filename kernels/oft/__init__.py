@@ -100,7 +100,7 @@ def merge(
         ValueError: a wrong shape, device or backend name; TypeError: a wrong type or dtype, or float16 with bfloat16.
         UnsupportedCase: the backend cannot run this here (a block size above 64 on triton and tilelang, for one).
     """
-    return _MERGE((blocks, weight, rescale), (_bound("oft", constraint),), base=base, backend=backend)
+    return _MERGE.call((blocks, weight, rescale), (_bound("oft", constraint),), base, backend)
 
 
 def bypass(
@@ -127,7 +127,7 @@ def bypass(
     Raises:
         As `merge`.
     """
-    return _BYPASS((y, blocks, rescale), (_bound("oft_bypass", constraint),), base=base, backend=backend)
+    return _BYPASS.call((y, blocks, rescale), (_bound("oft_bypass", constraint),), base, backend)
 
 
 def _bound(op: str, constraint: float | None) -> float:
