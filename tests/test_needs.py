@@ -19,8 +19,6 @@ from kernels.registry import Op, ops
 
 # By op and the one argument that is trained: what must not outlive the caller's own references.
 FREED = {
-    ("lora", "up"): {"up"},
-    ("lora", "down"): {"down"},
     ("lora_bypass", "x"): {"x"},
     ("lora_bypass", "up"): {"x", "up", "down"},
     ("lora_bypass", "down"): {"down"},

@@ -39,7 +39,6 @@ _MERGE = FusedOp(
     check=_check_merge,
     eager=merge_reference,
     out_shape=lambda up, down: (up.shape[0], down.shape[1]),
-    reads=lambda needs, tensors, scalars: (needs[1], needs[0]),
 )
 _BYPASS = FusedOp(
     "lora_bypass",

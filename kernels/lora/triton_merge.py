@@ -327,7 +327,7 @@ def merge_backward(
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
         return grad_up, grad_down
-    right_parts, left_parts = dual("lora", g, down.T if need_up else down, up, need_up, need_down, config)
+    right_parts, left_parts = dual("lora", g, down.T, up, need_up, need_down, config)
     reduce_partials((right_parts, left_parts), (grad_up, grad_down), (scale, scale), (False, False))
     return grad_up, grad_down
 

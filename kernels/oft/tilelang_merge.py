@@ -123,7 +123,8 @@ def scalars_backward(
                 r[n] = T.cast(rescale[pid_k * S + n], "float32") if has_rescale else 1.0
                 for m in each:
                     d[n * S + m] = delta[pid_k, n, m]
-                    T.clear(sums[n * S + m])
+                    if need_p:
+                        T.clear(sums[n * S + m])
             for step in T.serial(steps):
                 for t in tiles:
                     first = ((pid_i * steps + step) * config.tiles + t) * LANES
@@ -271,13 +272,15 @@ def dots_backward(
             w = dsl.shared((P, BLOCK_I), dtype)
             result = dsl.shared((P, BLOCK_I), dtype)
             acc = dsl.fragment((P, BLOCK_I))
-            product = dsl.fragment((P, P))
+            if need_p:
+                product = dsl.fragment((P, P))
             d = dsl.shared((P, P), "float32")
             high, low = dsl.shared((P, P), dtype), dsl.shared((P, P), dtype)
             factor = dsl.shared((1,), "float32")
             if need_weight:
                 rotation(dsl, delta, rescale if has_rescale else None, pid_k, d, high, low, factor, S, P, False)
-            T.clear(product)
+            if need_p:
+                T.clear(product)
             for step in dsl.pipelined(STEPS, min(config.stages, STEPS)):
                 first = (pid_i * STEPS + step) * BLOCK_I
                 T.copy(grad[pid_k, 0, first], g)
