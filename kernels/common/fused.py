@@ -14,8 +14,8 @@ A family makes one `FusedOp` per op and calls it from its public function, after
     <stem>_forward(*tensors, *scalars, base, out_dtype, needs) -> (out, saved)
     <stem>_backward(grad, *tensors, *scalars, saved, needs) -> one gradient or None per tensor of `args`
 
-`reads(needs, tensors, scalars)` says which of the arguments' values the backward reads; of the others it is given the shape
-alone (`plans.unread`), and they are not kept. By default it reads them all. `tensors` are in `args` order (None for an absent optional one), all in one compute dtype, with any strides; `base` is
+`reads(needs, tensors, scalars)` says which arguments' values the backward reads (by default all): the others aren't kept, and it
+is given their shape alone (`plans.unread`), for which kernels get None. `tensors` are in `args` order (None for an absent optional one), all in one compute dtype, with any strides; `base` is
 None or in its own dtype; `needs[i]` says whether tensors[i] wants a gradient (all False: nothing will be asked for); `saved` is a tuple of tensors,
 of exactly the shapes and dtypes that the `saved` function gives. `grad` is in the compute dtype, with any strides; gradients come back in the compute dtype, contiguous. No tensor is empty.
 The implementations run under the right current device and on PyTorch's current stream, with autograd off.
