@@ -92,6 +92,9 @@ class Planned:
 
 def unread(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Stands for a tensor whose values host code doesn't need: its shape, without memory; kernels get None for it."""
+    if _view is not _strided:
+        stride = torch.empty(size, device="meta").stride()
+        return _view(torch.empty(0, dtype=dtype, device=device), size, stride, 0)
     tensor = torch.empty(size, dtype=dtype, device=device)
     tensor.untyped_storage().resize_(0)
     return tensor
