@@ -105,7 +105,7 @@ def _watched(op: Op) -> Iterator[_Seen]:
         fronts[id(made)] = kernel
         return made
 
-    fused_op(op.name)._choices.clear()
+    fused_op(op.name).forget()
     tilelang_target._kernels.clear()
     swaps = [
         (fused, "record", recorded),

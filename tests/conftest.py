@@ -35,8 +35,7 @@ def _forget_plans() -> None:
         if name.startswith("kernels."):
             for op in vars(module).values():
                 if type(op).__name__ == "FusedOp":
-                    op._choices.clear()
-                    op._calls.clear()
+                    op.forget()
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kernels import UnsupportedCase, lokr, lora, oft
+from kernels.common.backends import unsupported
 from kernels.lora import triton_merge
 from kernels.registry import Op, ops
 
@@ -134,6 +135,62 @@ def test_tracers_see_one_node(backend: str) -> None:
     torch.testing.assert_close(torch.func.functionalize(merge)(up, down), up @ down, rtol=1e-4, atol=1e-5)
     with pytest.raises(RuntimeError, match="[Tt]racing"):
         torch.jit.trace(merge, (up, down))
+
+
+@pytest.mark.parametrize("backend", FUSED)
+def test_what_a_known_call_is_not_mistaken_for(backend: str) -> None:
+    """The same two tensors, or others of their sizes, once a plain call on them is known by its guards."""
+    up, down = torch.randn(8, 4, device=DEVICE), torch.randn(4, 8, device=DEVICE)
+    base = torch.randn(8, 8, device=DEVICE)
+
+    def merge(up: Tensor, down: Tensor, base: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        return lora.merge(up, down, scale, base=base, backend=backend)
+
+    def close(found: Tensor, wanted: Tensor) -> None:
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+    for _ in range(2):
+        close(merge(up, down), up @ down)
+        close(merge(up, down, base), up @ down + base)
+    close(merge(up, down, scale=2.0), 2 * up @ down)
+    close(merge(up, down, base.t()), up @ down + base.t())
+    turned, wide = dense(up.t()).t(), torch.randn(8, 8, device=DEVICE)
+    close(merge(turned, down), up @ down)
+    close(merge(wide[:, :4], down), wide[:, :4] @ down)
+    close(
+        merge(torch.randn(33, device=DEVICE)[1:].view(8, 4), down).sum().isfinite(), torch.tensor(True, device=DEVICE)
+    )
+    close(merge(torch._neg_view(up), down), -up @ down)
+    assert merge(up.view(4, 8).t(), down.view(4, 8)).shape == (8, 8)
+    assert merge(up.view(16, 2), down.view(2, 16)).shape == (16, 16)
+    parameter = torch.nn.Parameter(up)
+    out = merge(parameter, down)
+    close(torch.autograd.grad(out.sum(), parameter)[0], torch.ones_like(out) @ down.t())
+    with torch.no_grad():
+        assert not merge(parameter, down).requires_grad
+    assert merge(parameter, down).requires_grad
+    with torch.inference_mode():
+        assert merge(up, down).is_inference()
+    assert not merge(up, down).is_inference()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        if unsupported(backend, up.device, torch.bfloat16) is None:
+            assert merge(up, down).dtype is torch.bfloat16
+        else:
+            with pytest.raises(UnsupportedCase):
+                merge(up, down)
+    assert merge(up, down).dtype is torch.float32
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert type(merge(up, down)) is not Tensor
+    assert any(
+        "fused_adapters.lora" in str(node.target)
+        for node in make_fx(lambda up, down: merge(up, down))(up, down).graph.nodes
+    )
+    close(torch.func.functionalize(merge)(up, down), up @ down)
+    with pytest.raises(TypeError, match="down: got NoneType"):
+        merge(up, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="base: got shape"):
+        merge(up, down, base.view(4, 16))
+    close(merge(up, down), up @ down)
 
 
 def test_compile_has_no_limit_on_kinds_of_call() -> None:

@@ -55,10 +55,12 @@ def recorded(
     target: Target,
     monkeypatch: pytest.MonkeyPatch,
     shapes: dict[str, tuple[int, ...]] | None = None,
+    trained: str | None = None,
 ) -> Wanted:
     """The kernels that one forward and backward of an op would build, found by running its launchers on no data.
 
-    `shapes` are the arguments' where they don't follow from `dims`; one that is left out is None.
+    `shapes` are the arguments' where they don't follow from `dims`; one that is left out is None. `trained`: the only
+    argument that wants a gradient.
     """
     entry = ops()[op]
     fused = fused_op(op)
@@ -79,7 +81,7 @@ def recorded(
     tensors = tuple(
         torch.empty(shapes[arg], dtype=dtype, device="meta") if arg in shapes else None for arg in fused.args
     )
-    needs = tuple(tensor is not None for tensor in tensors)
+    needs = tuple(t is not None and trained in (None, arg) for arg, t in zip(fused.args, tensors, strict=True))
     assert implementation is sys.modules[f"{fused.package}.tilelang_impl"]
     out, saved = fused.forward("tilelang", tensors, (1.0,), None, dtype, needs)
     fused.backward("tilelang", torch.empty_like(out), tensors, (1.0,), saved, needs)
@@ -99,6 +101,18 @@ def test_builds(case: str, arch: str, dtype: torch.dtype, monkeypatch: pytest.Mo
         if not any(size % 8 for size in dims.values() if size > 128):
             wide = ("uint4", "cp_async_gs<16>", "cp_async_gs_conditional<16>", "tma_load", "float4")
             assert any(access in source for access in wide), f"{factory.__name__} has no 16-byte access"
+
+
+@pytest.mark.parametrize(
+    ("op", "dims", "trained"),
+    (("oft", {"O": 64, "I": 128, "dim": 16}, "weight"), ("oft_bypass", {"O": 64, "T": 77, "dim": 16}, "y")),
+)
+def test_builds_without_a_sum_that_nothing_needs(
+    op: str, dims: dict[str, int], trained: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = recorded(op, dims, torch.float16, Target("sm_90a"), monkeypatch, trained=trained)
+    for factory, *constants in wanted:
+        compiled(factory, Target("sm_90a"), **dict(constants))
 
 
 @pytest.mark.parametrize(("op", "sizes", "dtype", "names"), LOKR, ids=("rows of a pair", "rows of tokens", "columns"))

@@ -85,6 +85,14 @@ class Dsl:
         """An axis: the constant `value`, or for None a size known at run time only (see `sizes`)."""
         return self.T.dynamic(name) if value is None else value
 
+    def declared(self, shape: tuple[Any, ...], rows: tuple[Any, ...]) -> tuple[Any, ...]:
+        """How a dense parameter is declared that callers have as `rows` and the kernel reads as `shape`; see `folded`."""
+        return shape if self.cpu else rows
+
+    def reshaped(self, tensor: Any, shape: tuple[Any, ...]) -> Any:
+        """Such a parameter as the kernel reads it."""
+        return tensor if self.cpu else self.T.Tensor(shape, tensor.dtype, tensor.data)
+
     def shared(self, shape: tuple[int, ...], dtype: str) -> Any:
         """A tile that every thread of a block sees: shared memory, or an array on the CPU."""
         return self.T.alloc_local(shape, dtype) if self.cpu else self.T.alloc_shared(shape, dtype)
@@ -253,6 +261,11 @@ def compiled(factory: Callable[..., Any], target: Target, **constants: Any) -> A
 def _entry(kernel: Any, target: Target) -> Kernel:
     """The callable with the least host work: on CUDA the compiled host function itself, without its Python adapter."""
     return planned(kernel if target.cpu else kernel.adapter.get_exportable_executable()["main"])
+
+
+def folded(tensor: Tensor | None, shape: tuple[int, ...], target: Target) -> Tensor | None:
+    """What a kernel is given for a parameter that is `declared` as it is on CUDA, where that saves the host a view."""
+    return tensor.view(shape) if target.cpu and tensor is not None else tensor
 
 
 def ready(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.common.checks import check_last, check_shape, check_tensor
 from kernels.common.fused import FusedOp
-from kernels.loha.pairs import saved_specs
+from kernels.loha.pairs import reads, saved_specs
 from kernels.loha.reference import bypass_reference, merge_reference
 
 _FACTORS = ("up1", "down1", "up2", "down2")
@@ -50,6 +50,7 @@ _BYPASS = FusedOp(
     eager=bypass_reference,
     out_shape=lambda x, up1, down1, up2, down2: (*x.shape[:-1], up1.shape[0]),
     saved=saved_specs,
+    reads=reads,
 )
 
 
@@ -81,7 +82,7 @@ def merge(
         ValueError: a wrong shape, device or backend name; TypeError: a wrong type or dtype, or float16 with bfloat16.
         UnsupportedCase: the backend cannot run this here; the message says why.
     """
-    return _MERGE((up1, down1, up2, down2), (float(scale),), base=base, backend=backend)
+    return _MERGE.call((up1, down1, up2, down2), (float(scale),), base, backend)
 
 
 def bypass(
@@ -111,4 +112,4 @@ def bypass(
     Raises:
         As `merge`.
     """
-    return _BYPASS((x, up1, down1, up2, down2), (float(scale),), base=base, backend=backend)
+    return _BYPASS.call((x, up1, down1, up2, down2), (float(scale),), base, backend)

@@ -46,3 +46,9 @@ def saved_specs(
     if not (needs[1] or needs[3]):
         return expanded
     return (*expanded, ((prod(x.shape[:-1]), n_p), x.dtype), ((1,), torch.float32))
+
+
+def reads(needs: tuple[bool, ...], tensors: tuple[Tensor, ...], scalars: tuple[float, ...]) -> tuple[bool, ...]:
+    """Which of (x, up1, down1, up2, down2) the bypass's backward reads: x where down's gradients, or in tiles any, need it."""
+    need_ups, need_downs = needs[1] or needs[3], needs[2] or needs[4]
+    return (need_downs or (need_ups and not use_pairs(tensors[1].shape[1])), True, True, True, True)

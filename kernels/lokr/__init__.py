@@ -41,6 +41,14 @@ def _bypass_eager(x: Tensor, w1: Tensor, w1_b: Tensor | None, w2: Tensor, w2_b: 
     return bypass_reference(x, _side(w1, w1_b), _side(w2, w2_b), scale)
 
 
+def _merge_reads(
+    needs: tuple[bool, ...], tensors: tuple[Tensor | None, ...], scalars: tuple[float, ...]
+) -> tuple[bool, ...]:
+    """Which of (w1, w1_b, w2, w2_b) the merge's backward reads: the other side, and the partner in a pair."""
+    need1, need2 = needs[0] or needs[1], needs[2] or needs[3]
+    return (need2 or needs[1], need2 or needs[0], need1 or needs[3], need1 or needs[2])
+
+
 def _check_factor(op: str, name: str, wa: Tensor, wb: Tensor | None, axes: str) -> None:
     if wb is None:
         check_shape(op, name, check_tensor(op, name, wa), tuple(axes))
@@ -71,6 +79,7 @@ _MERGE = FusedOp(
     check=_check_merge,
     eager=_merge_eager,
     out_shape=_merge_shape,
+    reads=_merge_reads,
 )
 _BYPASS = FusedOp(
     "lokr_bypass",
@@ -82,6 +91,7 @@ _BYPASS = FusedOp(
     check=_check_bypass,
     eager=_bypass_eager,
     out_shape=_bypass_shape,
+    reads=lambda needs, tensors, scalars: (any(needs[1:]), True, True, True, True),
 )
 
 
@@ -106,7 +116,7 @@ def merge(w1: Factor, w2: Factor, scale: float = 1.0, *, base: Tensor | None = N
         ValueError: a wrong shape, device or backend name; TypeError: a wrong type or dtype, or float16 with bfloat16.
         UnsupportedCase: the backend cannot run this here; the message says why.
     """
-    return _MERGE((*_parts("w1", w1), *_parts("w2", w2)), (float(scale),), base=base, backend=backend)
+    return _MERGE.call((*_parts("w1", w1), *_parts("w2", w2)), (float(scale),), base, backend)
 
 
 def bypass(
@@ -131,7 +141,7 @@ def bypass(
     Raises:
         As `merge`.
     """
-    return _BYPASS((x, *_parts("w1", w1), *_parts("w2", w2)), (float(scale),), base=base, backend=backend)
+    return _BYPASS.call((x, *_parts("w1", w1), *_parts("w2", w2)), (float(scale),), base, backend)
 
 
 def _parts(name: str, value: Factor) -> tuple[Tensor, Tensor | None]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.common.tilelang_target import Target, build, dtype_name, ready, target_of
+from kernels.common.tilelang_target import Target, build, dtype_name, folded, ready, target_of
 from kernels.common.views import cdiv, rows, sm_count
 from kernels.lokr import tilelang_bypass_kernels as kernels
 from kernels.lokr import tilelang_tiled
@@ -110,15 +110,17 @@ def bypass_forward(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """y[..., a·c]; saves nothing."""
     side1, side2, target = _sides(x, w1, w1_b, w2, w2_b)
-    flat = ready(rows(x)).view(-1, side1.cols, side2.cols)
+    flat = ready(rows(x))
     out = torch.empty((*x.shape[:-1], side1.rows * side2.rows), dtype=out_dtype, device=x.device)
-    y = out.view(-1, side1.rows, side2.rows)
-    bias = None if base is None else ready(rows(base.float() if target.cpu else base)).view(y.shape)
+    y = out.view(len(flat), -1)
+    bias = None if base is None else ready(rows(base.float() if target.cpu else base))
     blocks = resident_blocks(side1, side2, x.itemsize, target)
     if blocks is not None and config is None:
         config = forward_config(side1, side2, blocks, x.itemsize, len(flat), sm_count(x.device), target)
+    x_shape, shape = (-1, side1.cols, side2.cols), (-1, side1.rows, side2.rows)
     if blocks is None or config is None:
-        tilelang_tiled.apply(flat, side1, side2, scale, bias, y)
+        bias = None if bias is None else bias.view(shape)
+        tilelang_tiled.apply(flat.view(x_shape), side1, side2, scale, bias, y.view(shape))
         return out, ()
     run = build(
         kernels.forward,
@@ -131,7 +133,8 @@ def bypass_forward(
         config=config,
     )
     programs = min(len(flat), config.per_sm * sm_count(x.device)) if config.walks else len(flat)
-    run(flat, side1.wa, side1.wb, side2.wa, side2.wb, bias, y, scale, programs)
+    given, added, written = folded(flat, x_shape, target), folded(bias, shape, target), folded(y, shape, target)
+    run(given, side1.wa, side1.wb, side2.wa, side2.wb, added, written, scale, programs)
     return out, ()
 
 

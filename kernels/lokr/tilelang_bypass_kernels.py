@@ -30,17 +30,19 @@ def forward(
 
     @T.prim_func
     def kernel(
-        x: T.Tensor((tokens, B, D), dtype),
+        x_rows: T.Tensor(dsl.declared((tokens, B, D), (tokens, B * D)), dtype),
         wa1: T.Tensor(wa1_shape, dtype),
         wb1: T.Tensor(wb1_shape, dtype),
         wa2: T.Tensor(wa2_shape, dtype),
         wb2: T.Tensor(wb2_shape, dtype),
-        base: T.Tensor((tokens, A, C), base_dtype or out_dtype),
-        out: T.Tensor((tokens, A, C), out_dtype),
+        base_rows: T.Tensor(dsl.declared((tokens, A, C), (tokens, A * C)), base_dtype or out_dtype),
+        out_rows: T.Tensor(dsl.declared((tokens, A, C), (tokens, A * C)), out_dtype),
         scale: T.float32,
         programs: T.int32,
     ):
         T.annotate_pass_configs(dsl.passes(config.passes))
+        x, out = dsl.reshaped(x_rows, (tokens, B, D)), dsl.reshaped(out_rows, (tokens, A, C))
+        base = dsl.reshaped(base_rows, (tokens, A, C))
         with T.Kernel(programs, threads=config.threads) as pid:
             w1 = dsl.shared((BLOCK_A, BLOCK_B), dtype)
             w2 = dsl.shared((BLOCK_C, BLOCK_D), dtype)

@@ -13,7 +13,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from kernels.common.tilelang_target import Target, build, dtype_name, ready, target_of
+from kernels.common.tilelang_target import Target, build, dtype_name, folded, ready, target_of
 from kernels.common.views import cdiv, sm_count
 from kernels.lokr import tilelang_merge_kernels as kernels
 from kernels.lokr.tilelang_factors import Side, side, side_sizes
@@ -87,8 +87,9 @@ def merge_forward(
     """ΔW[a·c, b·d]; saves nothing."""
     side1, side2 = side("lokr", "w1", w1, w1_b), side("lokr", "w2", w2, w2_b)
     target = target_of(w1)
-    out = torch.empty((side1.rows, side2.rows, side1.cols * side2.cols), dtype=out_dtype, device=w1.device)
-    bias = None if base is None else ready(base.float() if target.cpu else base).view(out.shape)
+    out = torch.empty((side1.rows * side2.rows, side1.cols * side2.cols), dtype=out_dtype, device=w1.device)
+    shape = (side1.rows, side2.rows, out.shape[1])
+    bias = None if base is None else ready(base.float() if target.cpu else base)
     run = build(
         kernels.merge,
         target,
@@ -98,8 +99,8 @@ def merge_forward(
         base_dtype=None if bias is None else dtype_name(bias.dtype),
         config=config or merge_config(side1, side2, out.itemsize, target),
     )
-    run(side1.wa, side1.wb, side2.wa, side2.wb, bias, out, scale)
-    return out.view(side1.rows * side2.rows, -1), ()
+    run(side1.wa, side1.wb, side2.wa, side2.wb, folded(bias, shape, target), folded(out, shape, target), scale)
+    return out, ()
 
 
 def merge_backward(

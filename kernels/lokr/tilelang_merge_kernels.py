@@ -28,11 +28,12 @@ def merge(
         wb1: T.Tensor(wb1_shape, dtype),
         wa2: T.Tensor(wa2_shape, dtype),
         wb2: T.Tensor(wb2_shape, dtype),
-        base: T.Tensor((A, C, B * D), base_dtype or out_dtype),
-        out: T.Tensor((A, C, B * D), out_dtype),
+        base_rows: T.Tensor(dsl.declared((A, C, B * D), (A * C, B * D)), base_dtype or out_dtype),
+        out_rows: T.Tensor(dsl.declared((A, C, B * D), (A * C, B * D)), out_dtype),
         scale: T.float32,
     ):
         T.annotate_pass_configs(dsl.passes(config.passes))
+        base, out = dsl.reshaped(base_rows, (A, C, B * D)), dsl.reshaped(out_rows, (A, C, B * D))
         with T.Kernel(
             T.ceildiv(B * RUNS, BLOCK_K), T.ceildiv(C, BLOCK_C), T.ceildiv(A, BLOCK_A), threads=config.threads
         ) as (pid_k, pid_c, pid_a):

@@ -107,7 +107,7 @@ def _backward_kernel(
     B: tl.constexpr = LAYOUT1[1]
     C: tl.constexpr = LAYOUT2[0]
     D: tl.constexpr = LAYOUT2[1]
-    dtype = x.dtype.element_ty
+    dtype = g.dtype.element_ty
     pid = tl.program_id(0)
     offs_a, offs_b, mask_a, mask_b = _blocks(LAYOUT1, BLOCK_A, BLOCK_B)
     offs_c, offs_d, mask_c, mask_d = _blocks(LAYOUT2, BLOCK_C, BLOCK_D)

@@ -50,6 +50,7 @@ _BYPASS = FusedOp(
     eager=bypass_reference,
     out_shape=lambda x, up, down: (*x.shape[:-1], up.shape[0]),
     saved=_bypass_saved,
+    reads=lambda needs, tensors, scalars: (needs[2], needs[0] or needs[2], needs[0]),
 )
 
 
@@ -71,7 +72,7 @@ def merge(up: Tensor, down: Tensor, scale: float = 1.0, *, base: Tensor | None =
         ValueError: a wrong shape, device or backend name; TypeError: a wrong type or dtype, or float16 with bfloat16.
         UnsupportedCase: the backend cannot run this here; the message says why.
     """
-    return _MERGE((up, down), (float(scale),), base=base, backend=backend)
+    return _MERGE.call((up, down), (float(scale),), base, backend)
 
 
 def bypass(
@@ -93,4 +94,4 @@ def bypass(
     Raises:
         As `merge`.
     """
-    return _BYPASS((x, up, down), (float(scale),), base=base, backend=backend)
+    return _BYPASS.call((x, up, down), (float(scale),), base, backend)

@@ -172,7 +172,7 @@ def _down_backward_kernel(
     offs_i = pid_i * BLOCK_I + tl.arange(0, BLOCK_I)
     offs_r = tl.arange(0, BLOCK_R)
     mask_i, mask_r = offs_i < n_i, offs_r < n_r
-    dtype = down.dtype.element_ty
+    dtype = down.dtype.element_ty if NEED_X else x.dtype.element_ty
     start = pid_t * span
     stop = tl.minimum(start + span, n_t)
     if NEED_X:
@@ -310,7 +310,7 @@ def bypass_backward(
             reduce_partials((h_parts, up_parts), (h, grad_up), (1.0, scale), (False, True))
             h_parts, up_parts = h, None
         if need_down:
-            _, down_parts = dual("lora_bypass", flat, down.T, h_parts[0], False, True, down_launch, grad_down, scale)
+            _, down_parts = dual("lora_bypass", flat, down, h_parts[0], False, True, down_launch, grad_down, scale)
         reduce_partials((up_parts, down_parts), (grad_up, grad_down), (scale, scale), (True, False))
         up_parts = down_parts = None
         # Last, so that no partials are held beside it.

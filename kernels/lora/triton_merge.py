@@ -347,7 +347,7 @@ def dual(
 
     Where one span takes all of M, scale times the second is written to `whole`[R, N] instead, and is no partial.
     """
-    (n_m, n_n), n_r = g.shape, right.shape[1]
+    (n_m, n_n), n_r = g.shape, left.shape[1]
     config = config or dual_config(n_m, n_n, n_r, g.dtype, sm_count(g.device))
     strips, spans = cdiv(n_n, config.block_n), cdiv(n_m, config.span)
     right_parts = g.new_empty((strips, n_m, n_r), dtype=torch.float32) if need_right else None

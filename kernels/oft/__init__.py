@@ -54,6 +54,8 @@ _MERGE = FusedOp(
     eager=merge_reference,
     out_shape=lambda blocks, weight, rescale: tuple(weight.shape),
     saved=lambda needs, blocks, weight, rescale: _saved(needs, blocks),
+    # blocks only for the constraint's chain rule: D is saved.
+    reads=lambda needs, tensors, scalars: (needs[0] and scalars[0] > 0, needs[0] or needs[2], True),
 )
 _BYPASS = FusedOp(
     "oft_bypass",
@@ -66,6 +68,7 @@ _BYPASS = FusedOp(
     eager=bypass_reference,
     out_shape=lambda y, blocks, rescale: tuple(y.shape),
     saved=lambda needs, y, blocks, rescale: _saved(needs, blocks),
+    reads=lambda needs, tensors, scalars: (needs[1] or needs[2], needs[1] and scalars[0] > 0, True),
 )
 
 
@@ -97,7 +100,7 @@ def merge(
         ValueError: a wrong shape, device or backend name; TypeError: a wrong type or dtype, or float16 with bfloat16.
         UnsupportedCase: the backend cannot run this here (a block size above 64 on triton and tilelang, for one).
     """
-    return _MERGE((blocks, weight, rescale), (_bound("oft", constraint),), base=base, backend=backend)
+    return _MERGE.call((blocks, weight, rescale), (_bound("oft", constraint),), base, backend)
 
 
 def bypass(
@@ -124,7 +127,7 @@ def bypass(
     Raises:
         As `merge`.
     """
-    return _BYPASS((y, blocks, rescale), (_bound("oft_bypass", constraint),), base=base, backend=backend)
+    return _BYPASS.call((y, blocks, rescale), (_bound("oft_bypass", constraint),), base, backend)
 
 
 def _bound(op: str, constraint: float | None) -> float:

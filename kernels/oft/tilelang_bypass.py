@@ -214,7 +214,8 @@ def backward(
                 dsl.swizzle(result)
             accs = [dsl.fragment((ROWS, P)) for b in tuple(range(N * LANES))]
             # Every pair of blocks (or lanes), of which the diagonal ones are P: enough rows for all warps of a product.
-            product = dsl.fragment((COLS, COLS))
+            if need_p:
+                product = dsl.fragment((COLS, COLS))
             d = dsl.shared((N * P, P), "float32")
             high, low = dsl.shared((N * P, P), dtype), dsl.shared((N * P, P), dtype)
             factor = dsl.shared((1,), "float32")
@@ -226,7 +227,8 @@ def backward(
                     _load(dsl, y, pid_t * STEPS * BLOCK_T, pid_k * N, y_next, S, P, n_k, LANES)
             if need_y:
                 rotation(dsl, delta, rescale if has_rescale else None, pid_k * N, d, high, low, factor, S, P, True)
-            T.clear(product)
+            if need_p:
+                T.clear(product)
             if LANES > 1:
                 for step in T.serial(STEPS):
                     start = (pid_t * STEPS + step) * BLOCK_T

@@ -146,7 +146,7 @@ def merge_forward(
     rescale = None if rescale is None else ready(rescale)
     shrink = shrink_factor(blocks, constraint)
     out = torch.empty(weight.shape, dtype=out_dtype, device=weight.device)
-    delta = torch.empty(blocks.shape, dtype=torch.float32, device=weight.device)
+    delta, inline = torch.empty(blocks.shape, dtype=torch.float32, device=weight.device), True
     constants = {
         "S": size,
         "dtype": dtype_name(weight.dtype),
@@ -159,14 +159,16 @@ def merge_forward(
     }
     if size <= MAX_SCALARS:
         width = _width(n_i)
-        shape = (n_o, n_i // width, width)
-        run = build(tilelang_merge.scalars, target, **sizes(target, I=shape[1]), WIDTH=width, **constants)
+        shape: tuple[int, ...] = (n_o, n_i // width, width)
+        run = build(tilelang_merge.scalars, target, **sizes(target, I=n_i // width), WIDTH=width, **constants)
     else:
-        shape = (n_k, size, n_i)
+        shape = (n_k, size, n_i) if target.cpu else (n_o, n_i)
         inline = solve(blocks, delta, shrink, config.inline)
         run = build(tilelang_merge.dots, target, **sizes(target, I=n_i), P=pad(size), inline=inline, **constants)
     shrink = None if shrink is None else shrink.view(1)
-    run(blocks, weight.view(shape), rescale, shrink, None if base is None else base.view(shape), out.view(shape), delta)
+    # What nothing writes or reads is given to no kernel, which spares the host its allocation.
+    kept = delta if any(needs) or not inline else None
+    run(blocks, weight.view(shape), rescale, shrink, None if base is None else base.view(shape), out.view(shape), kept)
     return out, (delta,) if any(needs) else ()
 
 
@@ -243,6 +245,7 @@ def bypass_forward(
     out = torch.empty(y.shape, dtype=out_dtype, device=y.device)
     delta = torch.empty(blocks.shape, dtype=torch.float32, device=y.device)
     inline = solve(blocks, delta, shrink, config.inline)
+    kept = delta if any(needs) or not inline else None
     run = build(
         tilelang_bypass.forward,
         target,
@@ -258,7 +261,7 @@ def bypass_forward(
         save=any(needs),
         config=config,
     )
-    run(flat, blocks, rescale, None if shrink is None else shrink.view(1), base, out.view(flat.shape), delta)
+    run(flat, blocks, rescale, None if shrink is None else shrink.view(1), base, out.view(flat.shape), kept)
     return out, (delta,) if any(needs) else ()
 
 

@@ -123,7 +123,8 @@ def scalars_backward(
                 r[n] = T.cast(rescale[pid_k * S + n], "float32") if has_rescale else 1.0
                 for m in each:
                     d[n * S + m] = delta[pid_k, n, m]
-                    T.clear(sums[n * S + m])
+                    if need_p:
+                        T.clear(sums[n * S + m])
             for step in T.serial(steps):
                 for t in tiles:
                     first = ((pid_i * steps + step) * config.tiles + t) * LANES
@@ -185,14 +186,16 @@ def dots(
     @T.prim_func
     def kernel(
         blocks: T.Tensor((n_k, S, S), dtype),
-        weight: T.Tensor((n_k, S, I), dtype),
+        weight_rows: T.Tensor(dsl.declared((n_k, S, I), (n_o, I)), dtype),
         rescale: T.Tensor((n_o,), dtype),
         shrink: T.Tensor((1,), "float32"),
-        base: T.Tensor((n_k, S, I), base_dtype or out_dtype),
-        out: T.Tensor((n_k, S, I), out_dtype),
+        base_rows: T.Tensor(dsl.declared((n_k, S, I), (n_o, I)), base_dtype or out_dtype),
+        out_rows: T.Tensor(dsl.declared((n_k, S, I), (n_o, I)), out_dtype),
         delta: T.Tensor((n_k, S, S), "float32"),
     ):
         T.annotate_pass_configs(dsl.passes(config.passes))
+        weight, out = dsl.reshaped(weight_rows, (n_k, S, I)), dsl.reshaped(out_rows, (n_k, S, I))
+        base = dsl.reshaped(base_rows, (n_k, S, I))
         with T.Kernel(T.ceildiv(I, BLOCK_I * config.tiles), n_k, threads=config.threads) as (pid_i, pid_k):
             ahead = [dsl.fragment((P, BLOCK_I), dtype) for t in tiles]
             tile = dsl.shared((P, BLOCK_I), dtype)
@@ -269,13 +272,15 @@ def dots_backward(
             w = dsl.shared((P, BLOCK_I), dtype)
             result = dsl.shared((P, BLOCK_I), dtype)
             acc = dsl.fragment((P, BLOCK_I))
-            product = dsl.fragment((P, P))
+            if need_p:
+                product = dsl.fragment((P, P))
             d = dsl.shared((P, P), "float32")
             high, low = dsl.shared((P, P), dtype), dsl.shared((P, P), dtype)
             factor = dsl.shared((1,), "float32")
             if need_weight:
                 rotation(dsl, delta, rescale if has_rescale else None, pid_k, d, high, low, factor, S, P, False)
-            T.clear(product)
+            if need_p:
+                T.clear(product)
             for step in dsl.pipelined(STEPS, min(config.stages, STEPS)):
                 first = (pid_i * STEPS + step) * BLOCK_I
                 T.copy(grad[pid_k, 0, first], g)

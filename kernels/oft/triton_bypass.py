@@ -112,7 +112,7 @@ def _bypass_backward_kernel(
     offs_c = (first + lanes // P) * S + lanes % P
     mask_c = (first + lanes // P < n_k) & (lanes % P < S)
     if NEED_Y:
-        high, low, factor = rotation(delta, rescale, first, n_k, y.dtype.element_ty, S, N, P, True, HAS_RESCALE)
+        high, low, factor = rotation(delta, rescale, first, n_k, grad.dtype.element_ty, S, N, P, True, HAS_RESCALE)
     # Tokens are shared out over LANES sums a block, so that no warp is without one; they meet at the end.
     product = tl.zeros((LANES * N, P, P), tl.float32)
     for step in range(steps):

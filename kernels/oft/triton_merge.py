@@ -210,7 +210,7 @@ def _dots_backward_kernel(
     offs_n = tl.arange(0, P)[:, None]
     row = pid_k.to(tl.int64) * S
     if NEED_WEIGHT:
-        high, low, factor = rotation(delta, rescale, pid_k, n_k, weight.dtype.element_ty, S, 1, P, False, HAS_RESCALE)
+        high, low, factor = rotation(delta, rescale, pid_k, n_k, grad.dtype.element_ty, S, 1, P, False, HAS_RESCALE)
         high, low = tl.reshape(high, (P, P)), tl.reshape(low, (P, P))
     lanes = tl.zeros((LANES, P, P), tl.float32)
     for step in range(steps):
