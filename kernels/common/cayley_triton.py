@@ -6,12 +6,14 @@ the system in a register of every lane, above by a kernel of its own. Blocks nev
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.common.cayley import MAX_INLINE, MAX_Q, pad
 from kernels.common.plans import planned
+from kernels.common.triton_ops import precision
 
 _MAX_Q = tl.constexpr(MAX_Q)
 
@@ -78,32 +80,30 @@ def finish_scalars(product, delta, S: tl.constexpr):
 
 
 @triton.jit
-def _eliminate(q, S: tl.constexpr, PIVOT: tl.constexpr):
-    """D from the rows of Q (a tuple of [N, P] tiles), by Gauss-Jordan on [I - Q | 2 Q], or pivoting on [I - Q | I].
+def _eliminate_pivoting(q, S: tl.constexpr):
+    """D from the rows of Q (a tuple of [N, 2 P] tiles), by Gauss-Jordan with pivots on [I - Q | I].
 
     A row of the system is a register of every lane and a column is a lane, so that the pivot row is at hand and a
-    column's entry comes by one shuffle: no barrier. Rows move up by one at each step, so that the pivot row is always the
-    first: a loop of one step's code, all of which has to be compiled, and fetched from cold memory at each launch.
+    column's entry comes by one shuffle: no barrier. Rows move up at each step, so that the pivot row is always the first:
+    a loop of one step's code, all of which has to be compiled, and fetched from cold memory at each launch.
     """
     N: tl.constexpr = q[0].shape[0]
     P: tl.constexpr = q[0].shape[1] // 2
     lanes = tl.arange(0, 2 * P)[None, :]
-    cols = lanes % P
     system = ()
     for r in tl.static_range(S):
-        one = tl.where(cols == r, 1.0, 0.0)
-        system = system + (tl.where(lanes < P, one - q[r], one if PIVOT else 2.0 * q[r]),)
+        one = tl.where(lanes % P == r, 1.0, 0.0)
+        system = system + (tl.where(lanes < P, one - q[r], one),)
     for p in range(S):
         from_p = tl.zeros((N, 2 * P), tl.int32) + p
-        pivot, head = system[0], tl.gather(system[0], from_p, axis=1)
+        pivot, head = system[0], tl.gather(system[0], from_p, axis=1)  # type: ignore[misc]
         rows, heads = (), ()
         for r in tl.static_range(1, S):
             row, row_head = system[r], tl.gather(system[r], from_p, axis=1)
-            if PIVOT:
-                # Rows below p in turn give way to the row in hand where theirs has the larger head.
-                larger = (tl.abs(row_head) > tl.abs(head)) & (p + r < S)
-                row, pivot = tl.where(larger, pivot, row), tl.where(larger, row, pivot)
-                row_head, head = tl.where(larger, head, row_head), tl.where(larger, row_head, head)
+            # Rows below p in turn give way to the row in hand where theirs has the larger head.
+            larger = (tl.abs(row_head) > tl.abs(head)) & (p + r < S)
+            row, pivot = tl.where(larger, pivot, row), tl.where(larger, row, pivot)
+            row_head, head = tl.where(larger, head, row_head), tl.where(larger, row_head, head)
             rows, heads = rows + (row,), heads + (row_head,)
         pivot *= 1.0 / head
         swept = ()
@@ -112,8 +112,47 @@ def _eliminate(q, S: tl.constexpr, PIVOT: tl.constexpr):
         system = swept + (pivot,)
     delta = ()
     for r in tl.static_range(S):
-        delta = delta + ((2.0 * (system[r] - tl.where(cols == r, 1.0, 0.0)) if PIVOT else system[r]),)
+        delta = delta + (2.0 * (system[r] - tl.where(lanes % P == r, 1.0, 0.0)),)
     return delta
+
+
+@triton.jit
+def _inverse_pair(first, second, p):
+    """The inverse of columns p, p + 1 of two rows, entry by entry, in every lane."""
+    left, right = tl.zeros_like(first).to(tl.int32) + p, tl.zeros_like(first).to(tl.int32) + (p + 1)
+    a, b = tl.gather(first, left, axis=1), tl.gather(first, right, axis=1)
+    c, d = tl.gather(second, left, axis=1), tl.gather(second, right, axis=1)
+    scale = 1.0 / (a * d - b * c)
+    return scale * d, -scale * b, -scale * c, scale * a
+
+
+@triton.jit
+def _eliminate(q, S: tl.constexpr):
+    """D from the rows of Q as in `_eliminate_pivoting`, S even, by Gauss-Jordan on [I - Q | 2 Q] without pivots.
+
+    A step takes two rows, by the inverse of their 2 x 2 block, which is on its way while the last step's rows are swept: the
+    time goes into waiting for one step after another.
+    """
+    N: tl.constexpr = q[0].shape[0]
+    P: tl.constexpr = q[0].shape[1] // 2
+    lanes = tl.arange(0, 2 * P)[None, :]
+    system = ()
+    for r in tl.static_range(S):
+        system = system + (tl.where(lanes < P, tl.where(lanes == r, 1.0, 0.0) - q[r], 2.0 * q[r]),)
+    a, b, c, d = _inverse_pair(system[0], system[1], 0)  # type: ignore[misc]
+    for p in range(0, S, 2):
+        left, right = tl.zeros((N, 2 * P), tl.int32) + p, tl.zeros((N, 2 * P), tl.int32) + (p + 1)
+        first, second = a * system[0] + b * system[1], c * system[0] + d * system[1]  # type: ignore[misc]
+        swept = ()
+        for r in tl.static_range(2, S):
+            row = system[r]
+            row -= tl.gather(row, left, axis=1) * first + tl.gather(row, right, axis=1) * second
+            swept = swept + (row,)
+            if r == 3:
+                # Of the last step it is of no use, but finds its columns.
+                a, b, c, d = _inverse_pair(swept[0], swept[1], p + 2)  # type: ignore[misc]
+        system = swept + (first, second)
+    return system
 
 
 @triton.jit
@@ -123,7 +162,8 @@ def solve_lanes(blocks, delta, factor, first, n_k, S: tl.constexpr, N: tl.conste
     Up to |q| = 1 pivots are not worth their time. A warp has a block; LANES of them repeat the work of each, and write the
     same bits, where there are so many warps to a block.
     """
-    P: tl.constexpr = triton.next_power_of_2(S)
+    EVEN: tl.constexpr = S + S % 2
+    P: tl.constexpr = triton.next_power_of_2(EVEN)
     # Lanes in a row: of a tile, Triton would hand them out to the loads along the blocks first.
     lanes = tl.arange(0, LANES * N * 2 * P)
     block, cols = first + lanes // (2 * P) % N, lanes % P
@@ -134,10 +174,12 @@ def solve_lanes(blocks, delta, factor, first, n_k, S: tl.constexpr, N: tl.conste
         upper = tl.load(blocks + at + r * S + cols, mask=mask, other=0.0)
         entry = _skew(upper, tl.load(blocks + at + cols * S + r, mask=mask, other=0.0), factor)
         q, top = q + (tl.reshape(entry, (LANES * N, 2 * P)),), tl.maximum(top, tl.abs(entry))
+    if S % 2 == 1:
+        q = q + (tl.zeros((LANES * N, 2 * P), tl.float32),)
     if tl.max(top, axis=0) > 1.0:
-        d = _eliminate(q, S, True)
+        d = _eliminate_pivoting(q, EVEN)
     else:
-        d = _eliminate(q, S, False)
+        d = _eliminate(q, EVEN)
     for r in tl.static_range(S):
         tl.store(delta + at + r * S + cols, tl.reshape(d[r], (LANES * N * 2 * P,)), mask=mask & (lanes % (2 * P) >= P))
 
@@ -199,6 +241,11 @@ def solve(blocks: Tensor, delta: Tensor, shrink: Tensor | None, inline: bool) ->
     width = triton.next_power_of_2(size)
     _solve_kernel[(count,)](blocks, delta, shrink, size, width, shrink is not None, num_warps=4 if width <= 32 else 8)
     return False
+
+
+def shares(warps: int, dtype: torch.dtype) -> int:
+    """How many warps a block's products are shared out to; full float32 ones, without tensor cores, need all of them at each."""
+    return 1 if precision(dtype) == "ieee" and dtype is torch.float32 else warps
 
 
 @triton.jit

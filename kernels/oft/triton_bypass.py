@@ -10,7 +10,17 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common.cayley import Gradients, check_size, shrink_factor
-from kernels.common.cayley_triton import dot_right, finish, finish_tile, pad, rotation, solve, solve_lanes, tile_entries
+from kernels.common.cayley_triton import (
+    dot_right,
+    finish,
+    finish_tile,
+    pad,
+    rotation,
+    shares,
+    solve,
+    solve_lanes,
+    tile_entries,
+)
 from kernels.common.plans import planned
 from kernels.common.triton_ops import precision
 from kernels.common.views import cdiv, rows, sm_count
@@ -258,9 +268,10 @@ def bypass_forward(
     delta = torch.empty(blocks.shape, dtype=torch.float32, device=y.device)
     grid = (cdiv(n_k, config.blocks), cdiv(n_t, config.block_t * config.tiles * config.steps))
     inline = solve(blocks, delta, shrink, config.inline)
+    lanes = shares(config.lanes, y.dtype)
     _bypass_kernel[grid](
         flat, blocks, rescale, shrink, bias, out, delta, n_t, n_k, config.steps, flat.stride(0),
-        0 if bias is None else bias.stride(0), size, pad(size), config.blocks, config.lanes, config.block_t, config.tiles,
+        0 if bias is None else bias.stride(0), size, pad(size), config.blocks, lanes, config.block_t, config.tiles,
         rescale is not None, shrink is not None, bias is not None, inline, precision(y.dtype),
         num_warps=config.num_warps, num_stages=1,
     )  # fmt: skip
@@ -289,10 +300,11 @@ def bypass_backward(
     grad_y = torch.empty(y.shape, dtype=y.dtype, device=y.device) if need_y else None
     steps = config.steps or cdiv(n_t, config.block_t)
     splits = cdiv(n_t, config.block_t * steps)
+    lanes = shares(config.lanes, y.dtype)
     parts = grads.partials(splits)
     _bypass_backward_kernel[(cdiv(n_k, config.blocks), splits)](
         g, flat, rescale, saved[0], parts, grad_y, grads.blocks, grads.rescale, n_t, n_k, steps,
-        g.stride(0), flat.stride(0), size, pad(size), config.blocks, config.lanes, config.block_t,
+        g.stride(0), flat.stride(0), size, pad(size), config.blocks, lanes, config.block_t,
         rescale is not None, need_y, need_blocks, need_rescale, parts is not None, precision(y.dtype),
         num_warps=config.num_warps, num_stages=1,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from kernels.common.cayley_triton import (
     finish_tile,
     pad,
     rotation,
+    shares,
     solve,
     solve_lanes,
     solve_scalars,
@@ -178,8 +179,8 @@ def _columns(
     False: [4, 8, LANES, P / 8, I / (4 E), E] = (columns // E % 4, row % 8, share, row // 8, columns // (4 E), column % E).
     I is BLOCK_I / LANES.
     """
-    E: tl.constexpr = 128 // P if P <= 64 else 2
-    I: tl.constexpr = BLOCK_I // LANES  # noqa: E741
+    E: tl.constexpr = 128 // P
+    I: tl.constexpr = BLOCK_I // LANES
     four, eight = tl.arange(0, 4)[:, None, None, None, None, None], tl.arange(0, 8)[None, :, None, None, None, None]
     share = tl.arange(0, LANES)[None, None, :, None, None, None] * I
     last = tl.arange(0, E)[None, None, None, None, None, :]
@@ -199,7 +200,7 @@ def _columns(
 
 
 @triton.jit
-def _over_rows(tile, B: tl.constexpr, I: tl.constexpr, P: tl.constexpr):  # noqa: E741
+def _over_rows(tile, B: tl.constexpr, I: tl.constexpr, P: tl.constexpr):
     """A tile of `_columns` OVER_ROWS as [B, P, I]."""
     E: tl.constexpr = tile.shape[5]
     tile = tl.reshape(tile, (4, 8, B, P // 8, 2, I // (8 * E), E))
@@ -207,14 +208,14 @@ def _over_rows(tile, B: tl.constexpr, I: tl.constexpr, P: tl.constexpr):  # noqa
 
 
 @triton.jit
-def _from_product(tile, B: tl.constexpr, I: tl.constexpr, P: tl.constexpr, E: tl.constexpr):  # noqa: E741
+def _from_product(tile, B: tl.constexpr, I: tl.constexpr, P: tl.constexpr, E: tl.constexpr):
     """What a product with `_over_rows` gives, [B, P, I], as a tile of `_columns` not OVER_ROWS."""
     tile = tl.reshape(tile, (B, P // 8, 8, I // (8 * E), E, 4, 2))
     return tl.reshape(tl.permute(tile, (5, 2, 0, 1, 3, 6, 4)), (4, 8, B, P // 8, I // (4 * E), E))
 
 
 @triton.jit
-def _over_columns(tile, B: tl.constexpr, I: tl.constexpr, P: tl.constexpr):  # noqa: E741
+def _over_columns(tile, B: tl.constexpr, I: tl.constexpr, P: tl.constexpr):
     """A tile of `_columns` not OVER_ROWS as [B, P, I], its columns in an order of their own."""
     tile = tl.reshape(tile, (4, 8, B, P // 8, I // 16, 2, 2))
     return tl.reshape(tl.permute(tile, (2, 3, 1, 4, 5, 0, 6)), (B, P, I))
@@ -266,7 +267,7 @@ def _dots_backward_kernel(
     warp) share; their sums meet at the end.
     """
     NEED_P: tl.constexpr = NEED_BLOCKS or NEED_RESCALE
-    I: tl.constexpr = BLOCK_I // LANES  # noqa: E741
+    I: tl.constexpr = BLOCK_I // LANES
     pid_i, pid_k = tl.program_id(0), tl.program_id(1)
     start, row = pid_i * steps * BLOCK_I, pid_k.to(tl.int64) * S
     stop = tl.minimum(n_i, start + steps * BLOCK_I)
@@ -370,7 +371,7 @@ def merge_forward(
         return out, saved
     inline = solve(blocks, delta, shrink, config.inline)
     _dots_kernel[grid](
-        *operands, size, pad(size), config.num_warps, config.block_i, config.tiles, *flags, inline, precision(w.dtype),
+        *operands, size, pad(size), shares(config.num_warps, w.dtype), config.block_i, config.tiles, *flags, inline, precision(w.dtype),
         num_warps=config.num_warps, num_stages=1,
     )  # fmt: skip
     return out, saved
@@ -410,7 +411,7 @@ def merge_backward(
         )
     else:
         _dots_backward_kernel[(splits, n_k)](
-            *operands, size, pad(size), config.num_warps, config.block_i, *flags, precision(w.dtype),
+            *operands, size, pad(size), shares(config.num_warps, w.dtype), config.block_i, *flags, precision(w.dtype),
             num_warps=config.num_warps, num_stages=1,
         )  # fmt: skip
     if parts is not None:
