@@ -207,6 +207,29 @@ def test_tokens_of_one_block_in_lanes(size: int) -> None:
         torch.testing.assert_close(grads[1], blocks.grad, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("wide", (False, True), ids=("as_operands", "wide"))
+@pytest.mark.parametrize("size", (12, 16))
+def test_tiles_of_tokens(size: int, wide: bool) -> None:
+    """Triton's bypass in both layouts of a tile, with lanes, several tiles and several steps, and more blocks than there are."""
+    need("triton", torch.float32)
+    from kernels.oft import triton_bypass as backend
+
+    values = arguments("bypass", 5, size, 150)
+    y, blocks = (value.requires_grad_() for value in values.values())
+    g, base = normal(150, 5 * size, seed=2), normal(150, 5 * size, seed=3)
+    wanted = bypass_reference(y, blocks) + base
+    wanted.backward(g)
+    for lanes, tiles, steps, inline in ((1, 2, 2, True), (2, 1, 3, False), (2, 3, 1, True)):
+        config = backend.Tokens(32, 4 // lanes, lanes, tiles, steps, inline, wide)
+        extra = {"needs": (True, True, False), "config": config}
+        with torch.no_grad():
+            out, saved = backend.bypass_forward(y, blocks, None, 0.0, base=base, out_dtype=y.dtype, **extra)
+            grads = backend.bypass_backward(g, y, blocks, None, 0.0, saved=saved, **extra)
+        torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(grads[0], y.grad, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(grads[1], blocks.grad, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32))
 @pytest.mark.parametrize("size", (3, 7, 12, 24, 33, 64))

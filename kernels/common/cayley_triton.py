@@ -6,12 +6,14 @@ the system in a register of every lane, above by a kernel of its own. Blocks nev
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.common.cayley import MAX_INLINE, MAX_Q, pad
 from kernels.common.plans import planned
+from kernels.common.triton_ops import precision
 
 _MAX_Q = tl.constexpr(MAX_Q)
 
@@ -78,74 +80,108 @@ def finish_scalars(product, delta, S: tl.constexpr):
 
 
 @triton.jit
-def _eliminate(q, S: tl.constexpr, PIVOT: tl.constexpr):
-    """D from the rows of Q (a tuple of [N, P] tiles), by Gauss-Jordan on [I - Q | 2 Q], or pivoting on [I - Q | I].
+def _eliminate_pivoting(q, S: tl.constexpr):
+    """D from the rows of Q (a tuple of [N, 2 P] tiles), by Gauss-Jordan with pivots on [I - Q | I].
 
     A row of the system is a register of every lane and a column is a lane, so that the pivot row is at hand and a
-    column's entry comes by one shuffle: no barrier.
+    column's entry comes by one shuffle: no barrier. Rows move up at each step, so that the pivot row is always the first:
+    a loop of one step's code, all of which has to be compiled, and fetched from cold memory at each launch.
     """
     N: tl.constexpr = q[0].shape[0]
     P: tl.constexpr = q[0].shape[1] // 2
     lanes = tl.arange(0, 2 * P)[None, :]
-    cols = lanes % P
     system = ()
     for r in tl.static_range(S):
-        one = tl.where(cols == r, 1.0, 0.0)
-        system = system + (tl.where(lanes < P, one - q[r], one if PIVOT else 2.0 * q[r]),)
-    for p in tl.static_range(S):
-        from_p = tl.full((N, 2 * P), p, tl.int32)
-        pivot, head = system[p], tl.gather(system[p], from_p, axis=1)
-        heads = ()
-        for r in tl.static_range(S):
-            heads = heads + ((tl.gather(system[r], from_p, axis=1) if r != p else head),)
-        if PIVOT:
+        one = tl.where(lanes % P == r, 1.0, 0.0)
+        system = system + (tl.where(lanes < P, one - q[r], one),)
+    for p in range(S):
+        from_p = tl.zeros((N, 2 * P), tl.int32) + p
+        pivot, head = system[0], tl.gather(system[0], from_p, axis=1)  # type: ignore[misc]
+        rows, heads = (), ()
+        for r in tl.static_range(1, S):
+            row, row_head = system[r], tl.gather(system[r], from_p, axis=1)
             # Rows below p in turn give way to the row in hand where theirs has the larger head.
-            kept, kept_heads = (), ()
-            for r in tl.static_range(S):
-                row, row_head = system[r], heads[r]
-                if r > p:
-                    larger = tl.abs(row_head) > tl.abs(head)
-                    row, pivot = tl.where(larger, pivot, row), tl.where(larger, row, pivot)
-                    row_head, head = tl.where(larger, head, row_head), tl.where(larger, row_head, head)
-                kept, kept_heads = kept + (row,), kept_heads + (row_head,)
-            system, heads = kept, kept_heads
+            larger = (tl.abs(row_head) > tl.abs(head)) & (p + r < S)
+            row, pivot = tl.where(larger, pivot, row), tl.where(larger, row, pivot)
+            row_head, head = tl.where(larger, head, row_head), tl.where(larger, row_head, head)
+            rows, heads = rows + (row,), heads + (row_head,)
         pivot *= 1.0 / head
         swept = ()
-        for r in tl.static_range(S):
-            if r == p:
-                swept = swept + (pivot,)
-            else:
-                swept = swept + (system[r] - heads[r] * pivot,)
-        system = swept
+        for r in tl.static_range(S - 1):
+            swept = swept + (rows[r] - heads[r] * pivot,)
+        system = swept + (pivot,)
     delta = ()
     for r in tl.static_range(S):
-        delta = delta + ((2.0 * (system[r] - tl.where(cols == r, 1.0, 0.0)) if PIVOT else system[r]),)
+        delta = delta + (2.0 * (system[r] - tl.where(lanes % P == r, 1.0, 0.0)),)
     return delta
 
 
 @triton.jit
-def solve_lanes(blocks, delta, factor, first, n_k, S: tl.constexpr, N: tl.constexpr):
+def _inverse_pair(first, second, p):
+    """The inverse of columns p, p + 1 of two rows, entry by entry, in every lane."""
+    left, right = tl.zeros_like(first).to(tl.int32) + p, tl.zeros_like(first).to(tl.int32) + (p + 1)
+    a, b = tl.gather(first, left, axis=1), tl.gather(first, right, axis=1)
+    c, d = tl.gather(second, left, axis=1), tl.gather(second, right, axis=1)
+    scale = 1.0 / (a * d - b * c)
+    return scale * d, -scale * b, -scale * c, scale * a
+
+
+@triton.jit
+def _eliminate(q, S: tl.constexpr):
+    """D from the rows of Q as in `_eliminate_pivoting`, S even, by Gauss-Jordan on [I - Q | 2 Q] without pivots.
+
+    A step takes two rows, by the inverse of their 2 x 2 block, which is on its way while the last step's rows are swept: the
+    time goes into waiting for one step after another.
+    """
+    N: tl.constexpr = q[0].shape[0]
+    P: tl.constexpr = q[0].shape[1] // 2
+    lanes = tl.arange(0, 2 * P)[None, :]
+    system = ()
+    for r in tl.static_range(S):
+        system = system + (tl.where(lanes < P, tl.where(lanes == r, 1.0, 0.0) - q[r], 2.0 * q[r]),)
+    a, b, c, d = _inverse_pair(system[0], system[1], 0)  # type: ignore[misc]
+    for p in range(0, S, 2):
+        left, right = tl.zeros((N, 2 * P), tl.int32) + p, tl.zeros((N, 2 * P), tl.int32) + (p + 1)
+        first, second = a * system[0] + b * system[1], c * system[0] + d * system[1]  # type: ignore[misc]
+        swept = ()
+        for r in tl.static_range(2, S):
+            row = system[r]
+            row -= tl.gather(row, left, axis=1) * first + tl.gather(row, right, axis=1) * second
+            swept = swept + (row,)
+            if r == 3:
+                # Of the last step it is of no use, but finds its columns.
+                a, b, c, d = _inverse_pair(swept[0], swept[1], p + 2)  # type: ignore[misc]
+        system = swept + (first, second)
+    return system
+
+
+@triton.jit
+def solve_lanes(blocks, delta, factor, first, n_k, S: tl.constexpr, N: tl.constexpr, LANES: tl.constexpr = 1):
     """delta[k] = D of the N blocks from `first` on (N a power of two, S ≤ 16).
 
-    Up to |q| = 1 pivots are not worth their time. Warps that share blocks repeat the work and write the same bits.
+    Up to |q| = 1 pivots are not worth their time. A warp has a block; LANES of them repeat the work of each, and write the
+    same bits, where there are so many warps to a block.
     """
-    P: tl.constexpr = triton.next_power_of_2(S)
-    block = first + tl.arange(0, N)[:, None]
-    lanes = tl.arange(0, 2 * P)[None, :]
-    cols = lanes % P
+    EVEN: tl.constexpr = S + S % 2
+    P: tl.constexpr = triton.next_power_of_2(EVEN)
+    # Lanes in a row: of a tile, Triton would hand them out to the loads along the blocks first.
+    lanes = tl.arange(0, LANES * N * 2 * P)
+    block, cols = first + lanes // (2 * P) % N, lanes % P
     mask = (block < n_k) & (cols < S)
     at = block.to(tl.int64) * (S * S)
-    q, top = (), tl.zeros((N, 2 * P), tl.float32)
+    q, top = (), tl.zeros((LANES * N * 2 * P,), tl.float32)
     for r in tl.static_range(S):
         upper = tl.load(blocks + at + r * S + cols, mask=mask, other=0.0)
         entry = _skew(upper, tl.load(blocks + at + cols * S + r, mask=mask, other=0.0), factor)
-        q, top = q + (entry,), tl.maximum(top, tl.abs(entry))
-    if tl.max(tl.max(top, axis=1), axis=0) > 1.0:
-        d = _eliminate(q, S, True)
+        q, top = q + (tl.reshape(entry, (LANES * N, 2 * P)),), tl.maximum(top, tl.abs(entry))
+    if S % 2 == 1:
+        q = q + (tl.zeros((LANES * N, 2 * P), tl.float32),)
+    if tl.max(top, axis=0) > 1.0:
+        d = _eliminate_pivoting(q, EVEN)
     else:
-        d = _eliminate(q, S, False)
+        d = _eliminate(q, EVEN)
     for r in tl.static_range(S):
-        tl.store(delta + at + r * S + cols, d[r], mask=mask & (lanes >= P))
+        tl.store(delta + at + r * S + cols, tl.reshape(d[r], (LANES * N * 2 * P,)), mask=mask & (lanes % (2 * P) >= P))
 
 
 @planned
@@ -191,15 +227,14 @@ def _solve_lanes_kernel(blocks, delta, shrink, n_k, S: tl.constexpr, N: tl.const
     solve_lanes(blocks, delta, factor, tl.program_id(0) * N, n_k, S, N)
 
 
-def solve(blocks: Tensor, delta: Tensor, shrink: Tensor | None, programs: int, sms: int) -> bool:
-    """Writes delta[k, s, s] in a launch of its own, or returns True: each of `programs` had better solve its blocks inline.
+def solve(blocks: Tensor, delta: Tensor, shrink: Tensor | None, inline: bool) -> bool:
+    """Writes delta[k, s, s] in a launch of its own, unless the next kernel's programs are to solve their blocks `inline`.
 
-    Inline saves a launch while every SM has one program at most; beyond, the shuffles of programs that solve the same
-    blocks cost more (1280 channels, 1024 tokens on an H200: 8.1 µs inline, 5.9 µs with the launch).
+    Returns whether they have to; blocks above MAX_INLINE always get the launch.
     """
     count, size, _ = blocks.shape
     if size <= MAX_INLINE:
-        if programs <= sms:
+        if inline:
             return True
         _solve_lanes_kernel[(count,)](blocks, delta, shrink, count, size, 1, shrink is not None, num_warps=1)
         return False
@@ -208,11 +243,32 @@ def solve(blocks: Tensor, delta: Tensor, shrink: Tensor | None, programs: int, s
     return False
 
 
+def shares(warps: int, dtype: torch.dtype) -> int:
+    """How many warps a block's products are shared out to; full float32 ones, without tensor cores, need all of them at each."""
+    return 1 if precision(dtype) == "ieee" and dtype is torch.float32 else warps
+
+
 @triton.jit
-def tile_entries(first, n_k, S: tl.constexpr, N: tl.constexpr, P: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """(n, m, offset in [k, S, S], exists) over an [N, P, P] tile of N blocks whose axes are (block, n, m) or (block, m, n)."""
-    block = first + tl.arange(0, N)[:, None, None]
-    rows, cols = tl.arange(0, P)[None, :, None], tl.arange(0, P)[None, None, :]
+def slot_channel(slot):
+    """The channel behind a slot of a tensor-core operand's axis: the slots 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t of 16, which a
+    thread of a quad has, are four neighbours."""
+    return slot // 16 * 16 + slot % 8 // 2 * 4 + slot % 16 // 8 * 2 + slot % 2
+
+
+@triton.jit
+def tile_entries(
+    first, n_k, S: tl.constexpr, N: tl.constexpr, P: tl.constexpr, TRANSPOSED: tl.constexpr, LANES: tl.constexpr = 1,
+    SLOTS: tl.constexpr = False,
+):  # fmt: skip
+    """(n, m, offset in [k, S, S], exists) over a [LANES * N, P, P] tile of N blocks, LANES times over.
+
+    Its axes are (block, n, m) or (block, m, n); with SLOTS, n and m are those of `slot_channel`.
+    """
+    block = first + tl.arange(0, LANES * N)[:, None, None] % N
+    axis = tl.arange(0, P)
+    if SLOTS:
+        axis = slot_channel(axis)
+    rows, cols = axis[None, :, None], axis[None, None, :]
     n, m = (cols, rows) if TRANSPOSED else (rows, cols)
     exists = (block < n_k) & (n < S) & (m < S)
     return n, m, block.to(tl.int64) * (S * S) + n * S + m, exists
@@ -220,7 +276,7 @@ def tile_entries(first, n_k, S: tl.constexpr, N: tl.constexpr, P: tl.constexpr, 
 
 @triton.jit
 def split(value, dtype: tl.constexpr, BOUNDED: tl.constexpr):
-    """A float32 [N, P, P] tile as (high, low, factor): value = (high + low) · factor to twice the precision of `dtype`.
+    """A float32 tile of three axes as (high, low, factor): value = (high + low) · factor to twice the precision of `dtype`.
 
     float16 tiles are scaled by a power of two that keeps both parts clear of its range's ends; BOUNDED says that no
     entry passes 2 (as in R - I), which makes that power a constant. A float32 tile is its own high part.
@@ -246,13 +302,13 @@ def split(value, dtype: tl.constexpr, BOUNDED: tl.constexpr):
 @triton.jit
 def rotation(
     delta, rescale, first, n_k, dtype: tl.constexpr, S: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
-    TRANSPOSED: tl.constexpr, HAS_RESCALE: tl.constexpr,
+    TRANSPOSED: tl.constexpr, HAS_RESCALE: tl.constexpr, LANES: tl.constexpr = 1, SLOTS: tl.constexpr = False,
 ):  # fmt: skip
-    """M = D diag(r) + diag(r - 1) of N blocks (M = D without rescale) as an [N, P, P] tile, through `split`."""
-    n, m, offs, exists = tile_entries(first, n_k, S, N, P, TRANSPOSED)
+    """M = D diag(r) + diag(r - 1) of N blocks (M = D without rescale) as a tile of `tile_entries`, through `split`."""
+    n, m, offs, exists = tile_entries(first, n_k, S, N, P, TRANSPOSED, LANES, SLOTS)
     value = tl.load(delta + offs, mask=exists, other=0.0)
     if HAS_RESCALE:
-        block = first + tl.arange(0, N)[:, None, None]
+        block = first + tl.arange(0, LANES * N)[:, None, None] % N
         r = tl.load(rescale + block * S + m, mask=(block < n_k) & (m < S), other=1.0).to(tl.float32)
         value = value * r + tl.where(n == m, r - 1.0, 0.0)
     return split(value, dtype, not HAS_RESCALE)
@@ -306,14 +362,18 @@ def _finish_kernel(
     NEED_BLOCKS: tl.constexpr, NEED_RESCALE: tl.constexpr, HAS_RESCALE: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0)
-    n, m, offs, exists = tile_entries(first, n_k, S, 1, P, False)
-    product = tl.zeros((P, P), tl.float32)
+    # A block's entries in one row, so that a thread adds up all splits of its own.
+    entry = tl.arange(0, P * P)[None, :]
+    n, m = entry // P, entry % P
+    exists = (n < S) & (m < S)
+    offs = first.to(tl.int64) * (S * S) + (entry if S == P else n * S + m)
+    product = tl.zeros((P * P,), tl.float32)
     for start in range(0, splits, BLOCK_SPLITS):
-        split = start + tl.arange(0, BLOCK_SPLITS)[:, None, None]
+        split = start + tl.arange(0, BLOCK_SPLITS)[:, None]
         at = parts + split.to(tl.int64) * n_k * (S * S) + offs
         product += tl.sum(tl.load(at, mask=exists & (split < splits), other=0.0), axis=0)
     finish_tile(
-        product[None, :, :], blocks_grad, rescale_grad, delta, rescale, first, n_k, S, 1, P,
+        tl.reshape(product, (1, P, P)), blocks_grad, rescale_grad, delta, rescale, first, n_k, S, 1, P,
         NEED_BLOCKS, NEED_RESCALE, HAS_RESCALE,
     )  # fmt: skip
 
@@ -326,7 +386,7 @@ def finish(
     # All partials of a block in flight at once, as far as registers go.
     at_once, warps = 2, 4 if size <= 32 else 8
     if size <= 16:
-        at_once, warps = (8, 1) if splits <= 8 else (32, 4)
+        at_once, warps = (8, 2) if splits <= 8 else (16, 2) if splits <= 16 else (32, 4)
     _finish_kernel[(count,)](
         parts, blocks_grad, rescale_grad, delta, rescale, splits, count, size, pad(size), at_once,
         blocks_grad is not None, rescale_grad is not None, rescale is not None, num_warps=warps,
