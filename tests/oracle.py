@@ -10,6 +10,9 @@ from torch import Tensor
 # The kernel may be off by at most twice PyTorch's own error in the same dtype, plus this many ULP of the
 # reference's RMS (where PyTorch happens to round to the exact value).
 FLOOR_ULP = 4.0
+# In float32, where the inputs are exact to the same precision as the sums, the order of a sum shows: a chain of n terms is
+# off by about √n / 4 ULP in its largest element, and the library's order is not the kernel's.
+FLOOR_ULP_FLOAT32 = 8.0
 
 
 def run(
@@ -60,6 +63,7 @@ def compare(
         if value.numel() == 0:
             continue
         mine, theirs = ulp(got[name], value, dtype), ulp(same[name], value, dtype)
-        assert mine <= 2 * theirs + FLOOR_ULP, f"{name}: {mine:.2f} ULP against PyTorch's {theirs:.2f}"
+        floor = FLOOR_ULP_FLOAT32 if dtype is torch.float32 else FLOOR_ULP
+        assert mine <= 2 * theirs + floor, f"{name}: {mine:.2f} ULP against PyTorch's {theirs:.2f}"
     for name, t in inputs.items():
         assert torch.equal(t, before[name]), f"{name} was written to"

@@ -588,7 +588,8 @@ def _resolved(t: Tensor) -> Tensor:
 def _autocast(tensors: Tensors) -> torch.dtype | None:
     """The dtype that autocast wants on the tensors' device, or None where it is off."""
     kind = tensors[0].device.type  # type: ignore[union-attr]
-    if not torch.amp.is_autocast_available(kind):
+    # torch.compile of PyTorch 2.11 and older can't trace the question, so it isn't asked where the answer is known.
+    if kind not in ("cuda", "cpu") and not torch.amp.is_autocast_available(kind):
         return None
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
