@@ -130,6 +130,16 @@ def test_builds_lokr(
         assert "wgmma" in source or "mma_sync" in source
 
 
+# Tiles of 48 columns, rank 33's, once had no layout: LoRA's for their largest value, LoHa's for being read both ways.
+@pytest.mark.parametrize(("op", "name"), (("lora_bypass", "up_kernel"), ("loha_bypass", "factor_backward")))
+def test_builds_a_rank_between_powers_of_two(op: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dims, target = {"O": 53, "I": 101, "R": 33, "T": 33}, Target("sm_90a")
+    wanted = {k[0].__name__: k for k in recorded(op, dims, torch.float16, target, monkeypatch)}
+    factory, *constants = wanted[name]
+    source = compiled(factory, target, **dict(constants)).get_kernel_source(kernel_only=True)
+    assert "wgmma" in source or "mma_sync" in source
+
+
 def test_tf32_is_the_only_way_to_float32_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target("sm_80", tf32=True)
     wanted = recorded("lora", {"O": 256, "I": 256, "R": 16}, torch.float32, target, monkeypatch)

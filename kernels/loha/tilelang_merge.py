@@ -1,7 +1,7 @@
 """LoHa's TileLang kernels that make tiles of ΔW or of its gradient; `tilelang_impl` says how they make up the ops.
 
 Factories in the sense of `kernels.common.tilelang_target`: row counts are known at run time only. A rank is
-padded to BLOCK_R, a multiple of 16, inside the tiles. Sums over more than one block go to float32 partials.
+padded to BLOCK_R, a power of two from 16 on, inside the tiles. Sums over more than one block go to float32 partials.
 """
 
 from typing import Any

@@ -170,10 +170,13 @@ def merge_backward_config(
 
 
 def rank_block(op: str, n_r: int) -> int:
-    """The rank's tile; raises UnsupportedCase above MAX_RANK."""
+    """The rank's tile, a power of two; raises UnsupportedCase above MAX_RANK.
+
+    In tiles of 48 columns a 16-bit operand that is read both ways would need two layouts at once.
+    """
     if n_r > MAX_RANK:
         raise UnsupportedCase(f"{op}: rank {n_r} is above {MAX_RANK}, the most that a TileLang kernel holds in a tile")
-    return max(16, cdiv(n_r, 16) * 16)
+    return max(16, 1 << (n_r - 1).bit_length())
 
 
 def base_of(base: Tensor | None, target: Target) -> Tensor | None:

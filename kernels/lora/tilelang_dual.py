@@ -187,11 +187,14 @@ def dual(
 
 
 def rank_block(op: str, n_r: int, target: Target) -> int:
-    """The rank as the tiles hold it; on the CPU one of four sizes, so that few builds serve every rank."""
+    """The rank as the tiles hold it: a power of two, since TileLang finds no layout for the reductions of 48 columns.
+
+    On the CPU one of four sizes, so that few builds serve every rank.
+    """
     if n_r > MAX_RANK:
         raise UnsupportedCase(
             f"{op}: rank {n_r} is above {MAX_RANK}, the most that the TileLang kernels hold in a tile"
         )
     if target.cpu:
         return next(size for size in (16, 64, 128, 256) if n_r <= size)
-    return max(16, cdiv(n_r, 16) * 16)
+    return max(16, 1 << (n_r - 1).bit_length())
