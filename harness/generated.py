@@ -119,7 +119,7 @@ def _call(op: str, dims: Dims, dtype: torch.dtype, backend: str, backward: bool)
     shapes = ops()[op].shapes(dims)
     # An optional tensor that the op's cases leave out is absent here too.
     tensors = [torch.empty(shapes[arg], dtype=dtype, device="meta") if arg in shapes else None for arg in fused.args]
-    scalars = [1.0] * len(fused.scalars)
+    scalars = [ops()[op].kwargs.get(name, 0.0) for name in fused.scalars]
     needs = tuple(backward and tensor is not None for tensor in tensors)
     out, saved = forward(*tensors, *scalars, base=None, out_dtype=dtype, needs=needs)
     if backward:

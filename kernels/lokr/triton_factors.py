@@ -171,11 +171,14 @@ def _finish_side(
     if LAYOUT[2] == 0:
         _sum_side(pid, parts, out_a, splits, scale, LAYOUT, BLOCK, BLOCK_S)
     else:
+        # A factor whose partner's gradient nobody wants is not read, and None.
         if pid < a_programs:
-            _pair_a(pid, parts, wb, out_a, splits, scale, LAYOUT, BLOCK_M, BLOCK_N, BLOCK_S, BLOCK_R, PRECISION)
+            if wb is not None:
+                _pair_a(pid, parts, wb, out_a, splits, scale, LAYOUT, BLOCK_M, BLOCK_N, BLOCK_S, BLOCK_R, PRECISION)
         else:
-            pid_b = pid - a_programs
-            _pair_b(pid_b, parts, wa, out_b, splits, scale, LAYOUT, BLOCK_M, BLOCK_N, BLOCK_S, BLOCK_R, PRECISION)
+            if wa is not None:
+                pid_b = pid - a_programs
+                _pair_b(pid_b, parts, wa, out_b, splits, scale, LAYOUT, BLOCK_M, BLOCK_N, BLOCK_S, BLOCK_R, PRECISION)
 
 
 @planned
