@@ -159,12 +159,12 @@ def _compare(arguments: argparse.Namespace) -> int:
 def _crosscheck(arguments: argparse.Namespace) -> int:
     from harness import crosscheck
 
-    rows = sweeper.crosscheck_into(arguments.dir, arguments.dtype)
-    for row in rows:
+    run = sweeper.crosscheck_into(arguments.dir, arguments.dtype)
+    for row in run.rows:
         found = crosscheck.times(row) or {}
         values = " · ".join(f"{way} {value:.2f}" for way, value in found.items())
-        print(f"{row['op']} {row['case']} {row['arm']} {row['phase']}: {values}  {crosscheck.explain(row)}")
-    return 0 if crosscheck.explained(rows) else 1
+        print(f"{row['op']} {row['case']} {row['arm']} {row['phase']}: {values}  {crosscheck.explain(row, run.meta)}")
+    return 0 if crosscheck.explained(run.rows, run.meta) else 1
 
 
 def _host(arguments: argparse.Namespace) -> int:

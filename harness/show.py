@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 
-from harness import ceilings, crosscheck, generated, hostprofile, quickcheck, record, stamp, verdicts
+from harness import ceilings, crosscheck, generated, hostprofile, precision, quickcheck, record, stamp, verdicts
 from harness.figure import GRAPHED, ordered
 from harness.panel import run_label
 from harness.record import Record, Row
@@ -151,6 +152,24 @@ def floors(run: Record, op: str, dtype: str = "fp16", phase: str = "fwd") -> pd.
     return pd.DataFrame.from_dict(table, orient="index").rename_axis("case").round(2)
 
 
+def rounding(run: Record, op: str, cases: Sequence[str], dtype: str = "fp16") -> pd.DataFrame:
+    """The output's error in ULP, of each arm as recorded and of the exact result rounded once, which no arm can beat.
+
+    That is computed here and now, in float64 on inputs of the same kind as the recorded ones, if not the same values.
+    """
+    entry, kind = ops()[op], DTYPES[dtype]
+    table: dict[str, dict[str, Any]] = {}
+    for case in (case for case in entry.cases if case.name in cases):
+        inputs = entry.make(case.dims, kind, torch.device("cpu"), precision.seed(op, case.name, dtype, 0))
+        exact = {precision.OUTPUT: entry.oracle(*(value.double() for value in inputs.values()), **entry.kwargs)}
+        once = precision.compare({name: value.to(kind) for name, value in exact.items()}, exact, kind, None)
+        table[case.name] = {"rounded once": once.ulps[precision.OUTPUT]}
+    for row in _ok(run.rows, op, dtype):
+        if row["case"] in table:
+            table[row["case"]][row["backend"]] = row["ulp_out"]
+    return pd.DataFrame.from_dict(table, orient="index").rename_axis("case").round(2)
+
+
 def targets(verdict: pd.DataFrame, wanted: Mapping[str, Mapping[str, float]]) -> pd.DataFrame:
     """Goals set beforehand against a verdict: {op: {ratio: the least it should be}}; a row an op, backend and ratio."""
     rows = [
@@ -199,7 +218,7 @@ def crosschecks(run: Record) -> pd.DataFrame:
         if row.get("kind") == crosscheck.KIND:
             found = crosscheck.times(row) or dict.fromkeys(crosscheck.WAYS)
             about = (row["op"], row["case"], row["arm"], row["phase"], row.get("launches"))
-            lines.append((*about, *(found[way] for way in crosscheck.WAYS), crosscheck.explain(row)))
+            lines.append((*about, *(found[way] for way in crosscheck.WAYS), crosscheck.explain(row, run.meta)))
     names = ("op", "case", "backend", "phase", "launches", *crosscheck.WAYS, "explained by")
     return pd.DataFrame(lines, columns=names).round(2).set_index(["op", "case", "backend", "phase"])
 

@@ -192,8 +192,10 @@ def _ceilings(folder: Path, device: torch.device, delimiters: Any, *, resumed: b
     return measured
 
 
-def crosscheck_into(out: str | Path | None = None, dtype: str = "fp16") -> list[Row]:
+def crosscheck_into(out: str | Path | None = None, dtype: str = "fp16") -> Record:
     """Measures the cross-check of device times and puts its rows into the folder's ceilings.json, in place of older ones.
+
+    Returns the new rows, with what the file says of the card.
 
     Raises:
         NoGpu; FileNotFoundError without ceilings.json; ForeignGpu where it is another card's.
@@ -211,16 +213,16 @@ def host_into(out: str | Path | None = None, dtype: str = "fp16") -> list[Row]:
     def measure(device: torch.device) -> list[Row]:
         return hostprofile.measure(device, [(op, op.quick) for op in all_ops().values()], dtype)
 
-    return _into_ceilings(out, dtype, hostprofile.KIND, measure)
+    return _into_ceilings(out, dtype, hostprofile.KIND, measure).rows
 
 
 def _into_ceilings(
     out: str | Path | None, dtype: str, kind: str, measure: Callable[[torch.device], list[Row]]
-) -> list[Row]:
+) -> Record:
     require_gpu()
     path = (Path(out) if out else stamp.data_dir()) / "ceilings.json"
     run = record.load(path, gpu=torch.cuda.get_device_name())
     rows = measure(torch.device("cuda", torch.cuda.current_device()))
     kept = [row for row in run.rows if row["kind"] != kind or row["dtype"] != dtype]
     Record(run.meta, [*kept, *rows]).save(path)
-    return rows
+    return Record(run.meta, rows)

@@ -93,6 +93,26 @@ def test_explained(made, says, fine):
     assert not crosscheck.explained([])
 
 
+def test_what_the_next_flush_writes_back():
+    """3072×3072 in 16 bit are 18.9 MB: 4.4 µs at this rate, beside 3 µs of a launch's gap; nothing without the card's figures."""
+    meta = {"l2_bytes": 60e6, "ceilings": {"copy_gbps": 4300.0}}
+    made = row(9.4, 16.7, 15.5, launches=1) | {"op": "loha", "case": "dit_qkv_r64"}
+    assert crosscheck.write_back_us(made, meta) == pytest.approx(18.9e6 / 4.3e6, rel=0.01)
+    assert (
+        crosscheck.explain(made, meta)
+        == "events +7.3 µs: launches and write-back, graph +6.1 µs: launches and write-back"
+    )
+    assert not crosscheck.explained([made]) and not crosscheck.explained([made | {"op": "toy"}], meta)
+    assert not crosscheck.explained([made | {"events_us": [17.3] * 7}], meta)
+    assert crosscheck.write_back_us(made | {"launches": 9}, meta) == pytest.approx(60e6 / 4.3e6)
+
+
+def test_a_clock_that_changes():
+    """The card lowers its clock under load: one way's samples then scatter over the other's."""
+    made = row(100.0, 120.0, 100.0) | {"profiler_us": [100.0, 100.0, 119.0]}
+    assert crosscheck.explain(made) == "events +20.0 µs: in the samples' spread, graph agrees"
+
+
 def test_table(tmp_path):
     Record(dict(STAMP), [{"kind": "copy"}, row(4.0, 6.0, 5.0)]).save(tmp_path / "ceilings.json")
     table = show.crosschecks(record.load(tmp_path / "ceilings.json"))

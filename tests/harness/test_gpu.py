@@ -81,7 +81,9 @@ def test_three_clocks(device, delimiters):
     """Profiler, events and a graph's replay tell one story of a long call and of a short one."""
     chosen = crosscheck.choose(ops().values())
     rows = crosscheck.measure(device, delimiters, [chosen[0], chosen[-1]], arms=("eager", "triton"))
-    assert crosscheck.explained(rows), [crosscheck.explain(row) for row in rows]
+    meta = {"l2_bytes": torch.cuda.get_device_properties(device).L2_cache_size}
+    meta["ceilings"] = ceilings.measure(device, delimiters)[0]
+    assert crosscheck.explained(rows, meta), [crosscheck.explain(row, meta) for row in rows]
 
 
 def test_sweep_of_one_case(tmp_path):
