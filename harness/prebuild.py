@@ -127,6 +127,9 @@ def _worker(work: Any, done: Any) -> None:
     # Every CPU has a worker already.
     torch.set_num_threads(1)
     inductor.compile_threads = 1
+    # Sixteen processes on one card are no place to choose launches by their times: the sweep tunes what is compiled here
+    # when it has the card to itself. (Of two sweeps on an H200, one had kept launches that took 1.9 times as long.)
+    inductor.autotune_local_cache = False
     for task in iter(work.get, None):
         done.put(run_task(task, _device()))
         if task[3] == "compile":

@@ -217,7 +217,8 @@ def _card(folder: Path) -> str:
     families: dict[str, list[str]] = {}
     for name, run in runs.items():
         families.setdefault(", ".join([str(run.meta["started"])[:10], *stamp.labels(run.meta)]), []).append(name)
-    said = "; ".join(f"{' and '.join(names)} {when}" for when, names in families.items())
+    lists = {when: " and ".join(filter(None, (", ".join(names[:-1]), names[-1]))) for when, names in families.items()}
+    said = "; ".join(f"{names} {when}" for when, names in lists.items())
     return f"{next(iter(runs.values())).meta['gpu']}, recorded: {said}"
 
 

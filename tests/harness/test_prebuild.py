@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import sys
 
 import pytest
@@ -43,6 +44,23 @@ def test_kernels_that_nobody_shares_come_first():
     assert sorted(ordered) == sorted(tasks)
     assert [case for _, case, _, backend in ordered[:2] if backend == "triton"] == ["small_r4", "small_r16"]
     assert [backend for *_, backend in ordered] == ["triton"] * 2 + ["compile"] * 4 + ["triton"] * 2
+
+
+def test_nothing_is_tuned_while_others_use_the_card(monkeypatch):
+    """What torch.compile's kernels took beside fifteen other processes must not choose the launches that are timed."""
+    import torch._inductor.config as inductor
+
+    seen = []
+    for name in ("compile_threads", "autotune_local_cache"):
+        monkeypatch.setattr(inductor, name, getattr(inductor, name))
+    monkeypatch.setattr(prebuild, "run_task", lambda task, device: seen.append(inductor.autotune_local_cache))
+    work, done = queue.Queue(), queue.Queue()
+    work.put(("op", "case", "fp16", "compile"))
+    work.put(None)
+    threads = torch.get_num_threads()
+    prebuild._worker(work, done)
+    torch.set_num_threads(threads)
+    assert seen == [False] and done.get_nowait() is None
 
 
 def dies_at_two(work, done):
