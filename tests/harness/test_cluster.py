@@ -91,8 +91,8 @@ def test_everything_that_can_befall_a_case(four, tmp_path, log):
     # An arm that kills the card costs itself, and the other goes on in a new process.
     assert {row["backend"]: row["status"] for row in found["dead"]} == {"triton": "failed", "eager": "ok"}
     assert all(row["status"] == "ok" and row["uuid"] in CARDS for name in good for row in found[name])
-    # Once more elsewhere where a worker died. (A result that was still on it is measured again too.)
-    assert begun(log, "killed") == begun(log, "killer") == 2
+    # Once more elsewhere where a worker died. A result that was still on it is measured again too, for each of two deaths.
+    assert begun(log, "killer") == 2 and 2 <= begun(log, "killed") <= 4
     cards = record.load(out / "toy.json").meta["cards"]
     assert {uuid: card["ceilings"]["card"] for uuid, card in cards.items()} == dict(zip(CARDS, CARDS, strict=True))
     assert any(line.startswith("[ 16/16] toy ") for line in said)
