@@ -110,6 +110,9 @@ def _merge_grad_kernel(
     D: tl.constexpr = LAYOUT2[1]
     TILES_B: tl.constexpr = (B + BLOCK_B - 1) // BLOCK_B
     TILES_D: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    # The load of a w2 that is no row-major matrix can decide the layout of its product with G. With c and d made one axis, that
+    # axis may then lie on lanes that are no neighbours, of which Triton 3.6's reduction adds up the wrong ones: axis by axis.
+    APART: tl.constexpr = LAYOUT2[2] == 0 and LAYOUT2[4] != 1
     tile, pid_s = tl.program_id(0), tl.program_id(1)
     offs_c = tile // TILES_D * BLOCK_C + tl.arange(0, BLOCK_C)
     offs_d = tile % TILES_D * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -141,9 +144,14 @@ def _merge_grad_kernel(
         if NEED2:
             acc += grad * _w1_row(wa1, wb1, a, offs_b, mask_b, LAYOUT1, BLOCK_R1)
         if NEED1:
-            by_b = tl.reshape(tl.permute(grad * w2, (1, 0, 2)), (BLOCK_B, BLOCK_C * BLOCK_D))
+            by_b = grad * w2
+            if APART:
+                by_b = tl.sum(by_b, axis=2)
+            else:
+                by_b = tl.reshape(tl.permute(by_b, (1, 0, 2)), (BLOCK_B, BLOCK_C * BLOCK_D))
             at = parts1 + (tile * A + a).to(tl.int64) * B + offs_b
-            tl.store(at, (tl.sum(by_b, axis=1) * scale1).to(parts1.dtype.element_ty), mask=mask_b)
+            value = tl.sum(by_b, axis=0 if APART else 1) * scale1
+            tl.store(at, value.to(parts1.dtype.element_ty), mask=mask_b)
     if NEED2:
         at = parts2 + (pid_s * C + offs_c[:, None]).to(tl.int64) * D + offs_d[None, :]
         value = tl.sum(acc, axis=1) * scale2
@@ -193,10 +201,7 @@ def merge_grad_config(layout1: Layout, layout2: Layout, itemsize: int, sms: int)
     block_c = min(triton.next_power_of_2(c), max(1, tile // (block_b * block_d)))
     tiles, steps = cdiv(c, block_c) * cdiv(d, block_d), a * cdiv(b, block_b)
     span = cdiv(steps, max(1, min(steps, cdiv(4 * sms, tiles))))
-    # Where w2 is no row-major matrix its load decides the layout of G's tiles, and Triton 3.6's pipelined loads of such tiles
-    # gave wrong sums for w1 (float32, w2 8×10 transposed; right unpipelined).
-    stages = 3 if layout2[2] or layout2[4] == 1 else 1
-    return MergeGrad(block_c, block_b, block_d, span, 4, stages)
+    return MergeGrad(block_c, block_b, block_d, span, 4, 3)
 
 
 def merge_forward(
