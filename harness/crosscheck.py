@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from harness import graphed
-from harness.delimiters import Delimiters
-from harness.profile import device_times
+from harness.delimiters import FLUSH, MARKER, Delimiters
+from harness.profile import Event, collect, device_times
 from harness.record import Row
 from harness.stamp import DTYPES
 from harness.steps import PHASES, Step, arm_steps, timed_inputs
@@ -103,8 +103,25 @@ def _arm(
             "profiler_us": list(profiled.dev_us),
             "events_us": per_call(batch, flushes, device),
             "graph_us": per_call(graphs[0], graphs[1], device),
+            "flush_us": flush_times(collect({arm: call, "nothing": _nothing}, delimiters, windows=1, calls=CALLS)),
         }
     return found
+
+
+def _nothing() -> None:
+    """A call that leaves nothing in the cache."""
+
+
+def flush_times(events: Sequence[Event]) -> list[float | None]:
+    """The median µs of a flush that comes after a call, in each block of a session's events; None where there is none."""
+    blocks: list[list[float]] = []
+    for event in sorted(events, key=lambda event: event.start_ns):
+        if MARKER in event.name:
+            blocks.append([])
+        elif blocks and FLUSH in event.name:
+            blocks[-1].append(event.duration_ns / 1e3)
+    # A block's first flush comes after the block before it, and the session ends with a marker.
+    return [median(block[1:]) if len(block) > 1 else None for block in blocks[:-1]]
 
 
 def _batch(*each: Step) -> Step:
@@ -171,11 +188,15 @@ def explain(row: Mapping[str, Any], meta: Mapping[str, Any] | None = None) -> st
 
 
 def write_back_us(row: Mapping[str, Any], meta: Mapping[str, Any]) -> float:
-    """At most how long the flush after a call writes back what the call left in the L2 cache.
+    """How long the flush after a call writes back what the call left in the L2 cache.
 
-    Each launch may leave as many bytes as the call's results have, all together no more than the cache holds; they are
-    written while the flush reads, so at the rate of a copy.
+    As measured, by what flushes take after the call and after nothing. Where a row has no such times, at most: each launch
+    may leave as many bytes as the call's results have, all together no more than the cache holds; they are written while
+    the flush reads, so at the rate of a copy.
     """
+    after, alone = row.get("flush_us") or (None, None)
+    if after is not None and alone is not None:
+        return max(0.0, after - alone)
     op, rate = ops().get(row["op"]), (meta.get("ceilings") or {}).get("copy_gbps")
     case = next((case for case in op.cases if case.name == row["case"]), None) if op else None
     if op is None or case is None or not rate or not meta.get("l2_bytes"):

@@ -10,7 +10,8 @@ from fakes import CEILINGS, STAMP, product, toy_op
 
 from harness import crosscheck, graphed, record, show, sweeper
 from harness.__main__ import main
-from harness.profile import DeviceTime
+from harness.delimiters import FLUSH, MARKER
+from harness.profile import DeviceTime, Event
 from harness.record import Record
 from kernels.registry import ops
 
@@ -55,10 +56,27 @@ def test_the_flushes_are_taken_off(monkeypatch):
     assert len(flushed) == 2 * crosscheck.ROUNDS * crosscheck.CALLS
 
 
+def session(arms, flushes=3):
+    """A session's events: each block a marker, then flushes, 70 µs after the first arm's calls and 60 otherwise."""
+    names = [name for _ in arms for name in (MARKER, *([FLUSH, "kernel"] * flushes))] + [MARKER]
+    took = [70_000 if 0 < at < 2 * flushes else 60_000 for at in range(len(names))]
+    took[1] = 65_000
+    return [Event(name, 1_000_000 * at, each) for at, (name, each) in enumerate(zip(names, took, strict=True))]
+
+
+def test_a_flush_after_a_call():
+    assert crosscheck.flush_times(session(("triton", "nothing"))) == [70.0, 60.0]
+    assert crosscheck.flush_times(session(("triton",), flushes=1)) == [None]
+    made = row(9.4, 16.7, 15.5, launches=1)
+    assert crosscheck.explained([made | {"flush_us": [64.1, 60.0]}])
+    assert not crosscheck.explained([made | {"flush_us": [60.2, 60.0]}])
+
+
 def test_rows(monkeypatch):
     monkeypatch.setattr(graphed, "capture", lambda call, leaves, device: (call, call(), 0))
     monkeypatch.setattr(crosscheck, "elapsed_us", lambda batch, device: 1.0)
     monkeypatch.setattr(crosscheck, "device_times", lambda arms, _: {a: DeviceTime((3.0,), ("k",)) for a in arms})
+    monkeypatch.setattr(crosscheck, "collect", lambda arms, *args, **options: session(arms))
 
     def broken(a, b, scale, *, backend):
         if backend == "tilelang":
@@ -76,6 +94,7 @@ def test_rows(monkeypatch):
     ]
     assert rows[-1]["reason"] == "RuntimeError: no such thing" and not crosscheck.explained(rows)
     assert crosscheck.times(rows[0]) == {"profiler": 3.0, "events": 0.0, "graph": 0.0}
+    assert rows[0]["flush_us"] == [70.0, 60.0]
 
 
 @pytest.mark.parametrize(
