@@ -201,7 +201,9 @@ def merge_grad_config(layout1: Layout, layout2: Layout, itemsize: int, sms: int)
     block_c = min(triton.next_power_of_2(c), max(1, tile // (block_b * block_d)))
     tiles, steps = cdiv(c, block_c) * cdiv(d, block_d), a * cdiv(b, block_b)
     span = cdiv(steps, max(1, min(steps, cdiv(4 * sms, tiles))))
-    return MergeGrad(block_c, block_b, block_d, span, 4, 3)
+    # Nor is G pipelined there, as which the sums were first found right on an H200.
+    stages = 3 if layout2[2] or layout2[4] == 1 else 1
+    return MergeGrad(block_c, block_b, block_d, span, 4, stages)
 
 
 def merge_forward(

@@ -51,14 +51,13 @@ def test_nothing_is_tuned_while_others_use_the_card(monkeypatch):
     import torch._inductor.config as inductor
 
     seen = []
-    for name in ("compile_threads", "autotune_local_cache"):
-        monkeypatch.setattr(inductor, name, getattr(inductor, name))
     monkeypatch.setattr(prebuild, "run_task", lambda task, device: seen.append(inductor.autotune_local_cache))
     work, done = queue.Queue(), queue.Queue()
     work.put(("op", "case", "fp16", "compile"))
     work.put(None)
     threads = torch.get_num_threads()
-    prebuild._worker(work, done)
+    with inductor.patch(compile_threads=inductor.compile_threads, autotune_local_cache=True):
+        prebuild._worker(work, done)
     torch.set_num_threads(threads)
     assert seen == [False] and done.get_nowait() is None
 
