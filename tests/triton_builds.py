@@ -1,26 +1,72 @@
-"""Compiles an op's Triton kernels for a Hopper card with each argument in turn the only one that wants a gradient.
+"""Compiles an op's Triton kernels for a Hopper card, and looks at what the interpreter cannot show.
 
-`python triton_builds.py OP`, in a process of its own: where Triton interprets it compiles nothing. What a backward does not
-read is None to its kernels, which the interpreter forgives and the compiler does not. Prints how many backwards compiled.
+`python triton_builds.py OP`, in a process of its own: where Triton interprets it compiles nothing. Prints how many backwards
+compiled; fails where one does not, or where a kernel sums over lanes that Triton 3.6 mistakes.
+
+What a backward does not read is None to its kernels, which the interpreter forgives and the compiler does not: so each argument
+in turn is the only one that wants a gradient, and then all do.
 """
 
 from __future__ import annotations
 
+import ast
+import re
 import sys
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from harness import generated
 from kernels.common.plans import unread
+from kernels.lokr.triton_merge import merge_grad_config
 from kernels.registry import ops
 
+Shapes = dict[str, tuple[int, ...]]
+_FULL: Shapes = {"w1": (6, 8), "w2": (8, 10)}
+_PAIR1: Shapes = {"w1": (6, 3), "w1_b": (3, 8)}
+_PAIR2: Shapes = {"w2": (8, 4), "w2_b": (4, 10)}
+_KRONECKER: list[Shapes] = [{**_PAIR1, "w2": (8, 10)}, {"w1": (6, 8), **_PAIR2}, {**_PAIR1, **_PAIR2}]
 # Optional arguments, which the ops' own cases leave out.
-EXTRA = {
-    "lokr": {"w1": (6, 3), "w1_b": (3, 8), "w2": (8, 4), "w2_b": (4, 10)},
-    "lokr_bypass": {"x": (7, 80), "w1": (6, 3), "w1_b": (3, 8), "w2": (8, 4), "w2_b": (4, 10)},
-    "oft": {"blocks": (4, 8, 8), "weight": (32, 40), "rescale": (32,)},
-    "oft_bypass": {"blocks": (4, 8, 8), "y": (7, 32), "rescale": (32,)},
+EXTRA: dict[str, list[Shapes]] = {
+    "lokr": _KRONECKER,
+    "lokr_bypass": [{"x": (7, 80), **kind} for kind in _KRONECKER],
+    "oft": [{"blocks": (4, 8, 8), "weight": (32, 40), "rescale": (32,)}],
+    "oft_bypass": [{"blocks": (4, 8, 8), "y": (7, 32), "rescale": (32,)}],
 }
+# Factors whose w2, in these strides, had a product with G whose sum lay on lanes that are no neighbours.
+STRIDED: dict[str, list[tuple[Shapes, tuple[int, int]]]] = {
+    "lokr": [
+        (_FULL, (1, 8)),
+        ({"w1": (4, 4), "w2": (16, 16)}, (1, 16)),
+        ({"w1": (4, 4), "w2": (16, 16)}, (32, 2)),
+        ({"w1": (16, 2), "w2": (3, 64)}, (1, 3)),
+        ({"w1": (16, 2), "w2": (3, 64)}, (128, 2)),
+    ]
+}
+
+
+def split_lanes(ttgir: str) -> list[str]:
+    """Sources of reductions over an axis that lies on lanes which are not neighbours, such as lanes 1 and 16 apart.
+
+    Only linear layouts can have such an axis; an axis of a blocked one, or of a product's, has its lanes in one run.
+    """
+    linear = dict(re.findall(r"^#(\w+) = #ttg\.linear<\{.*?lane = (\[\[.*?\]\])", ttgir, re.MULTILINE))
+    found = []
+    for axis, source in re.findall(
+        r'"tt\.reduce"\([^)]*\) <\{axis = (\d+).*?\}\) : \(tensor<([^>]*)>', ttgir, re.DOTALL
+    ):
+        lanes = linear.get(source.rpartition("#")[2])
+        bits = [bit for bit, base in enumerate(ast.literal_eval(lanes or "[]")) if base[int(axis)]]
+        if bits and bits[-1] - bits[0] >= len(bits):
+            found.append(source)
+    return found
+
+
+def _pipelined(stages: int | None) -> None:
+    """The stages of the backward of LoKr's merge from here on, whatever its launch says; None: what it says."""
+    if stages is not None:
+        generated._patch({"merge_grad_config": lambda *args: replace(merge_grad_config(*args), num_stages=stages)})
 
 
 def main(name: str) -> None:
@@ -30,23 +76,36 @@ def main(name: str) -> None:
     scalars = [op.kwargs.get(scalar, 0.0) for scalar in fused.scalars]
     count = 0
 
-    def compile_all() -> None:
+    def compile_one(tensors: tuple[Tensor | None, ...], trained: tuple[str, ...]) -> None:
         nonlocal count
-        for shapes in (op.shapes(op.tiny.dims), *([EXTRA[name]] if name in EXTRA else [])):
-            tensors = tuple(torch.empty(shapes[arg], device="meta") if arg in shapes else None for arg in fused.args)
-            for trained in shapes:
-                needs = tuple(arg == trained for arg in fused.args)
-                options = {"base": None, "out_dtype": torch.float32, "needs": needs}
-                out, saved = forward(*tensors, *scalars, **options)
-                reads = fused._reads(needs, tensors, tuple(scalars))
-                read = tuple(
-                    t if t is None or wanted else unread(tuple(t.shape), t.dtype, t.device)
-                    for t, wanted in zip(tensors, reads, strict=True)
-                )
-                backward(torch.empty_like(out), *read, *scalars, saved=saved, needs=needs)
-                count += 1
+        needs = tuple(arg in trained for arg in fused.args)
+        dtype = next(t.dtype for t in tensors if t is not None)
+        out, saved = forward(*tensors, *scalars, base=None, out_dtype=dtype, needs=needs)
+        reads = fused._reads(needs, tensors, tuple(scalars))
+        read = tuple(
+            t if t is None or wanted else unread(tuple(t.shape), t.dtype, t.device)
+            for t, wanted in zip(tensors, reads, strict=True)
+        )
+        backward(torch.empty_like(out), *read, *scalars, saved=saved, needs=needs)
+        count += 1
 
-    generated._with_triton(compile_all, generated.CAPABILITY)
+    def compile_all() -> None:
+        for shapes in (op.shapes(op.tiny.dims), *EXTRA.get(name, [])):
+            tensors = tuple(torch.empty(shapes[arg], device="meta") if arg in shapes else None for arg in fused.args)
+            for trained in (*((arg,) for arg in shapes), tuple(shapes)):
+                compile_one(tensors, trained)
+        for stages in (None, 3):
+            _pipelined(stages)
+            for shapes, strides in STRIDED.get(name, []):
+                for dtype in (torch.float32, torch.float16):
+                    made = {arg: torch.empty(shape, dtype=dtype, device="meta") for arg, shape in shapes.items()}
+                    made["w2"] = torch.empty_strided(shapes["w2"], strides, dtype=dtype, device="meta")
+                    compile_one(tuple(made.get(arg) for arg in fused.args), tuple(made))
+
+    for kernel in generated._with_triton(compile_all, generated.CAPABILITY):
+        wrong = split_lanes(kernel.code["TTGIR"])
+        if wrong:
+            raise SystemExit(f"{kernel.name} sums over lanes that are not neighbours: {', '.join(wrong)}")
     print(count)
 
 
