@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.common.tilelang_target import Target, build, dtype_name, folded, ready, target_of
+from kernels.common.tilelang_target import Target, build, dtype_name, folded, ready, ready_base, target_of
 from kernels.common.views import cdiv, rows, sm_count
 from kernels.lokr import tilelang_bypass_kernels as kernels
 from kernels.lokr import tilelang_tiled
@@ -113,7 +113,7 @@ def bypass_forward(
     flat = ready(rows(x))
     out = torch.empty((*x.shape[:-1], side1.rows * side2.rows), dtype=out_dtype, device=x.device)
     y = out.view(len(flat), -1)
-    bias = None if base is None else ready(rows(base.float() if target.cpu else base))
+    bias = None if base is None else ready_base(rows(base), target)
     blocks = resident_blocks(side1, side2, x.itemsize, target)
     if blocks is not None and config is None:
         config = forward_config(side1, side2, blocks, x.itemsize, len(flat), sm_count(x.device), target)

@@ -13,7 +13,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from kernels.common.tilelang_target import Target, build, dtype_name, folded, ready, target_of
+from kernels.common.tilelang_target import Target, build, dtype_name, folded, ready, ready_base, target_of
 from kernels.common.views import cdiv, sm_count
 from kernels.lokr import tilelang_merge_kernels as kernels
 from kernels.lokr.tilelang_factors import Side, side, side_sizes
@@ -89,7 +89,7 @@ def merge_forward(
     target = target_of(w1)
     out = torch.empty((side1.rows * side2.rows, side1.cols * side2.cols), dtype=out_dtype, device=w1.device)
     shape = (side1.rows, side2.rows, out.shape[1])
-    bias = None if base is None else ready(base.float() if target.cpu else base)
+    bias = ready_base(base, target)
     run = build(
         kernels.merge,
         target,
