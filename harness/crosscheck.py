@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from harness import graphed
-from harness.delimiters import FLUSH, MARKER, Delimiters
-from harness.profile import Event, collect, device_times
+from harness.delimiters import FLUSH, Delimiters
+from harness.profile import Event, by_marker, collect, device_times
 from harness.record import Row
 from harness.stamp import DTYPES
 from harness.steps import PHASES, Step, arm_steps, timed_inputs
@@ -114,12 +114,7 @@ def _nothing() -> None:
 
 def flush_times(events: Sequence[Event]) -> list[float | None]:
     """The median µs of a flush that comes after a call, in each block of a session's events; None where there is none."""
-    blocks: list[list[float]] = []
-    for event in sorted(events, key=lambda event: event.start_ns):
-        if MARKER in event.name:
-            blocks.append([])
-        elif blocks and FLUSH in event.name:
-            blocks[-1].append(event.duration_ns / 1e3)
+    blocks = [[event.duration_ns / 1e3 for event in block if FLUSH in event.name] for block in by_marker(events)]
     # A block's first flush comes after the block before it, and the session ends with a marker.
     return [median(block[1:]) if len(block) > 1 else None for block in blocks[:-1]]
 

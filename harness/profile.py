@@ -75,18 +75,27 @@ class DeviceTime:
         return DeviceTime(self.dev_us + other.dev_us, self.kernels, None, discarded)
 
 
-def split(events: Sequence[Event], flush: str = FLUSH, marker: str = MARKER) -> list[list[list[Event]]]:
-    """The timeline as blocks (between markers) of calls (between flushes) of events; what precedes is dropped."""
-    blocks: list[list[list[Event]]] = []
+def by_marker(events: Sequence[Event], marker: str = MARKER) -> list[list[Event]]:
+    """The timeline as blocks of events between markers; what precedes the first is dropped."""
+    blocks: list[list[Event]] = []
     for event in sorted(events, key=lambda e: e.start_ns):
         if marker in event.name:
             blocks.append([])
-        elif not blocks:
-            continue
-        elif flush in event.name:
-            blocks[-1].append([])
-        elif blocks[-1]:
-            blocks[-1][-1].append(event)
+        elif blocks:
+            blocks[-1].append(event)
+    return blocks
+
+
+def split(events: Sequence[Event], flush: str = FLUSH, marker: str = MARKER) -> list[list[list[Event]]]:
+    """The timeline as blocks (between markers) of calls (between flushes) of events; what precedes is dropped."""
+    blocks: list[list[list[Event]]] = []
+    for block in by_marker(events, marker):
+        blocks.append([])
+        for event in block:
+            if flush in event.name:
+                blocks[-1].append([])
+            elif blocks[-1]:
+                blocks[-1][-1].append(event)
     return blocks
 
 

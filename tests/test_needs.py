@@ -51,6 +51,14 @@ def test_every_subset_of_gradients(op: Op, backend: str) -> None:
         compare(call(op, backend), oracle(op), values, needs=set(wanted))
 
 
+def check_gradient(op: Op, out: Tensor, leaf: Tensor, exact: dict[str, Tensor], trained: str) -> None:
+    """The leaf's gradient against that of `trained` among the exact inputs."""
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, leaf, grad)[0]
+    wanted = torch.autograd.grad(op.run_formula(exact), exact[trained], grad.double())[0]
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-3, atol=1e-3)
+
+
 def survivors(op: Op, backend: str, trained: str) -> set[str]:
     """The arguments that a call keeps alive until its backward; checks the gradient after the others are gone."""
     values = {name: t.requires_grad_(name == trained) for name, t in inputs(op, op.tiny).items()}
@@ -65,10 +73,7 @@ def survivors(op: Op, backend: str, trained: str) -> set[str]:
     del values, given
     gc.collect()
     kept = {name for name, reference in alive.items() if reference() is not None}
-    grad = torch.randn_like(out)
-    found = torch.autograd.grad(out, leaf, grad)[0]
-    wanted = torch.autograd.grad(op.run_formula(exact), exact[trained], grad.double())[0]
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-3, atol=1e-3)
+    check_gradient(op, out, leaf, exact, trained)
     return kept
 
 
@@ -93,10 +98,7 @@ def test_nor_by_a_compiled_call(backend: str, trained: str) -> None:
     gc.collect()
     kept = {name for name, reference in alive.items() if reference() is not None}
     assert not kept & FREED["lora_bypass", trained]
-    grad = torch.randn_like(out)
-    found = torch.autograd.grad(out, leaf, grad)[0]
-    wanted = torch.autograd.grad(op.run_formula(exact), exact[trained], grad.double())[0]
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-3, atol=1e-3)
+    check_gradient(op, out, leaf, exact, trained)
 
 
 @pytest.mark.parametrize("backend", FUSED)
