@@ -13,13 +13,15 @@ from kernels.common.views import cdiv
 
 
 @triton.jit
-def to_operand(value, dtype: tl.constexpr):
+def to_operand(value, dtype: tl.constexpr, SCALED: tl.constexpr = False):
     """A float32 tile as a tensor-core operand of `dtype` and the factor that undoes its scaling.
 
     float16 tiles whose largest value passes 2^14 are scaled by a power of two, so that nothing finite
     becomes inf (cases where x @ downᵀ leaves float16's range but the result does not); others are just cast.
+    SCALED treats bfloat16 in the same way: the change to an operand's layout, a trip through shared memory, then comes after
+    the cast. Triton 3.6 moves it past a bare cast to the loads: in float32, and once for each of the tiles that were added.
     """
-    if dtype == tl.float16:
+    if dtype == tl.float16 or (SCALED and dtype == tl.bfloat16):
         top = tl.minimum(tl.max(tl.max(tl.abs(value), axis=1), axis=0), 1e38)
         exponent = tl.where(top > 16384.0, top, 16384.0).to(tl.int32, bitcast=True) & 0x7F800000
         inverse = (0x7F000000 - exponent).to(tl.float32, bitcast=True) * 16384.0

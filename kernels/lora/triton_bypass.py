@@ -126,7 +126,7 @@ def _up_kernel(
     if SAVE_Z:
         if pid_o == 0:
             tl.store(z + rows_t * n_r + offs_r[None, :], acc, mask=mask_tr)
-    operand, factor = to_operand(acc, up.dtype.element_ty)
+    operand, factor = to_operand(acc, up.dtype.element_ty, True)
     _up_tile(
         operand, factor * scale, up, base, out, rows_t, mask_t, offs_o, n_o, offs_r, mask_r,
         stride_uo, stride_ur, stride_bt, HAS_BASE, PRECISION,
@@ -190,7 +190,7 @@ def _down_backward_kernel(
         if NEED_DOWN:
             tile = tl.load(x + rows_t * stride_xt + offs_i[None, :], mask=mask, other=0.0)
         h = _sum_parts(h_parts, n_t, n_r, rows_t, offs_r, mask_t[:, None] & mask_r[None, :], SPLITS)
-        operand, factor = to_operand(h, dtype)
+        operand, factor = to_operand(h, dtype, True)
         if NEED_X:
             value = tl.dot(operand, d, input_precision=PRECISION) * (factor * scale)
             tl.store(grad_x + rows_t * n_i + offs_i[None, :], value.to(grad_x.dtype.element_ty), mask=mask)

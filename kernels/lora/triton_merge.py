@@ -207,7 +207,7 @@ def _dual_kernel(
             if l.dtype == dtype:
                 acc = dot_add(tl.trans(l), tile, acc, PRECISION)
             else:
-                operand, factor = to_operand(l, dtype)
+                operand, factor = to_operand(l, dtype, True)
                 acc = dot_add(tl.trans(operand), tile, acc, PRECISION, factor)
     if NEED_LEFT:
         part = left_parts + pid_m.to(tl.int64) * n_r * n_n
