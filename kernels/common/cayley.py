@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.errors import UnsupportedCase
+from kernels.common.views import power_of_two
 
 MAX_BLOCK = 64
 # Entries of Q are kept within this bound, whose fourth power float32 holds. Such an entry turns its plane by π to float32's
@@ -26,7 +27,7 @@ MAX_SCALARS = 4
 
 def pad(size: int) -> int:
     """The side of a block's tile: a power of two, of at least the 16 that tensor cores take."""
-    return max(16, 1 << (size - 1).bit_length())
+    return power_of_two(size, 16)
 
 
 def check_size(op: str, backend: str, size: int) -> None:

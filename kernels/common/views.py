@@ -19,6 +19,17 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def power_of_two(n: int, least: int = 1) -> int:
+    """The smallest power of two that is at least n and at least `least`, itself one."""
+    return max(least, 1 << max(0, n - 1).bit_length())
+
+
+def rounded_up(n: int, bits: int = 3) -> int:
+    """n rounded up to `bits` leading bits: kernels built for a number of steps are few, and serve every number."""
+    grain = 1 << max(0, n.bit_length() - bits)
+    return cdiv(n, grain) * grain
+
+
 def sm_count(device: torch.device) -> int:
     """Streaming multiprocessors of a device; on the CPU a stand-in that keeps launch shapes small."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from kernels.common.fused import Spec
+from kernels.common.views import power_of_two
 
 MAX_PAIR_RANK = 16
 
 
 def pair_rank(n_r: int) -> int:
     """The rank that pairs are laid out for: a power of two of at least 4, with zeros past `n_r`."""
-    return max(4, 1 << (n_r - 1).bit_length())
+    return power_of_two(n_r, 4)
 
 
 def use_pairs(n_r: int) -> bool:

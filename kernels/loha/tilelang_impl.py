@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.common.tilelang_target import ready, target_of
+from kernels.common.tilelang_target import ready, ready_base, target_of
 from kernels.common.views import rows
 from kernels.loha import tilelang_pairs_launch as pairs
 from kernels.loha import tilelang_tiles as tiles
 from kernels.loha.pairs import use_pairs
-from kernels.loha.tilelang_merge_launch import base_of, factor_backward, merge_backward, merge_forward, rank_block
+from kernels.loha.tilelang_merge_launch import factor_backward, merge_backward, merge_forward, rank_block
 
 __all__ = ["bypass_backward", "bypass_forward", "merge_backward", "merge_forward"]
 
@@ -33,7 +33,7 @@ def bypass_forward(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """y[..., O]; saves what `kernels.loha.pairs.saved_specs` lists."""
     flat = ready(rows(x))
-    bias = None if base is None else base_of(rows(base), target_of(x))
+    bias = None if base is None else ready_base(rows(base), target_of(x))
     (n_o, n_r), n_t = up1.shape, flat.shape[0]
     factors = (ready(up1), ready(down1), ready(up2), ready(down2))
     out = torch.empty((*x.shape[:-1], n_o), dtype=out_dtype, device=x.device)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from kernels.common.errors import UnsupportedCase
-from kernels.common.tilelang_target import Target, build, dtype_name, ready, sizes, target_of
-from kernels.common.views import cdiv, sm_count
+from kernels.common.tilelang_target import Target, build, dtype_name, ready, ready_base, sizes, target_of
+from kernels.common.views import cdiv, power_of_two, rounded_up, sm_count
 from kernels.loha import tilelang_merge as kernels
 from kernels.loha import tilelang_rows as rows_kernels
 from kernels.loha import tilelang_strips as strip_kernels
@@ -127,10 +127,7 @@ def backward_config(
     threads = 256 if n_r > 32 or has_x else 128
     narrow = n_o * n_i <= 1 << 21 or has_x or n_r > 64 or target.shared_bytes < 160 * 1024
     block_o, block_i = (32, 32) if dtype is torch.float32 else (64, 64 if narrow else 128)
-    steps = cdiv(cdiv(n_o, max(1, 2 * sms // cdiv(n_i, block_i))), block_o)
-    # Three leading bits: a few builds serve every number of rows.
-    grain = 1 << max(0, steps.bit_length() - 3)
-    steps = cdiv(steps, grain) * grain
+    steps = rounded_up(cdiv(cdiv(n_o, max(1, 2 * sms // cdiv(n_i, block_i))), block_o))
     return MergeBackward(block_o, block_i, steps * block_o, threads, min(2, steps))
 
 
@@ -141,10 +138,7 @@ def strip_config(n_o: int, n_i: int, sms: int) -> Strips:
     """
     if n_o * n_i <= 1 << 21:
         return Strips(64, 64, 64, 128, 0, 1)
-    steps = cdiv(cdiv(n_o, max(1, 2 * sms // cdiv(n_i, 128))), 64)
-    # Four leading bits: a few builds serve every number of rows.
-    grain = 1 << max(0, steps.bit_length() - 4)
-    steps = cdiv(steps, grain) * grain
+    steps = rounded_up(cdiv(cdiv(n_o, max(1, 2 * sms // cdiv(n_i, 128))), 64), bits=4)
     return Strips(64, 64, steps * 64, 128, min(2, steps))
 
 
@@ -176,14 +170,7 @@ def rank_block(op: str, n_r: int) -> int:
     """
     if n_r > MAX_RANK:
         raise UnsupportedCase(f"{op}: rank {n_r} is above {MAX_RANK}, the most that a TileLang kernel holds in a tile")
-    return max(16, 1 << (n_r - 1).bit_length())
-
-
-def base_of(base: Tensor | None, target: Target) -> Tensor | None:
-    """`base` as the kernels take it."""
-    if base is None:
-        return None
-    return ready(base.float() if target.cpu else base)
+    return power_of_two(n_r, 16)
 
 
 def merge_forward(
@@ -200,7 +187,7 @@ def merge_forward(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """ΔW[O, I]; saves nothing."""
     target = target_of(up1)
-    base = base_of(base, target)
+    base = ready_base(base, target)
     (n_o, n_r), n_i = up1.shape, down1.shape[1]
     run = build(
         kernels.merge,

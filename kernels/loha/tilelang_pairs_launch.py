@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.tilelang_target import Target, build, dtype_name, sizes, target_of
-from kernels.common.views import cdiv, sm_count
+from kernels.common.views import cdiv, rounded_up, sm_count
 from kernels.loha import tilelang_pairs as kernels
 from kernels.loha.grads import Grads, new_grads
 from kernels.loha.pairs import pair_rank
@@ -133,10 +133,7 @@ def contract_config(n_t: int, n_n: int, n_p: int, dtype: torch.dtype, target: Ta
     tiles = cdiv(n_n, block_n)
     most = min(16, cdiv(n_t, 4 * block_t))
     parts = min(range(1, most + 1), key=lambda k: cdiv(tiles * k, sms) / k * (1 + 0.01 * k))
-    steps = cdiv(cdiv(n_t, parts), block_t)
-    # Three leading bits: a few builds serve every number of tokens.
-    grain = 1 << max(0, steps.bit_length() - 3)
-    steps = cdiv(steps, grain) * grain
+    steps = rounded_up(cdiv(cdiv(n_t, parts), block_t))
     stages = _stages(min(2, steps), block_t * (block_n + n_p) * dtype.itemsize, target)
     return Contract(block_t, block_n, steps * block_t, threads, stages)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.tilelang_target import Target, build, dtype_name, folded, ready, ready_base, target_of
-from kernels.common.views import cdiv, rows, sm_count
+from kernels.common.views import cdiv, power_of_two, rounded_up, rows, sm_count
 from kernels.lokr import tilelang_bypass_kernels as kernels
 from kernels.lokr import tilelang_tiled
 from kernels.lokr.tilelang_factors import Side, side, side_sizes
@@ -48,7 +48,7 @@ def resident_blocks(side1: Side, side2: Side, itemsize: int, target: Target) -> 
     sizes = (side1.rows, side1.cols, side2.rows, side2.cols)
     if target.cpu:
         return (64, 64, 64, 64) if max(sizes) <= 64 else None
-    a, b, c, d = (max(32, 1 << (n - 1).bit_length()) for n in sizes)
+    a, b, c, d = (power_of_two(n, 32) for n in sizes)
     return (a, b, c, d) if max(a * b, c * d, b * d, a * c, b * c) * itemsize <= 16384 else None
 
 
@@ -89,10 +89,8 @@ def _fitting(config: Backward, held: int, stage: int, target: Target) -> Backwar
 
 
 def _span(tokens: int, blocks: int) -> int:
-    """Tokens a block, so that there are at most `blocks`; three leading bits, so that few builds serve every number of tokens."""
-    span = cdiv(tokens, blocks)
-    grain = 1 << max(0, span.bit_length() - 3)
-    return cdiv(span, grain) * grain
+    """Tokens a block, so that there are at most `blocks`."""
+    return rounded_up(cdiv(tokens, blocks))
 
 
 def bypass_forward(

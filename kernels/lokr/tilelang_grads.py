@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels.common.tilelang_ops import to_operand
 from kernels.common.tilelang_target import Dsl, Size, build, dtype_name, sizes, target_of
+from kernels.common.views import power_of_two
 from kernels.lokr.tilelang_factors import Side
 
 
@@ -175,7 +176,7 @@ def _sum(jobs: list[tuple[Tensor, Tensor]], scale: float, config: Sums | None = 
 
 def _sum_blocks(parts: Tensor, config: Sums) -> tuple[int, int]:
     """(partials, elements) at a time: powers of two; many partials, few elements."""
-    splits = min(1 << max(0, len(parts) - 1).bit_length(), config.tile // 8)
+    splits = min(power_of_two(len(parts)), config.tile // 8)
     elements = min(64, config.tile // splits)
     return max(splits, config.threads // elements), elements
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.tilelang_target import Target, build, dtype_name, target_of
-from kernels.common.views import cdiv, sm_count
+from kernels.common.views import cdiv, power_of_two, sm_count
 from kernels.lokr import tilelang_tiled_kernels as kernels
 from kernels.lokr.tilelang_factors import Side, side_sizes
 from kernels.lokr.tilelang_grads import GradPlan
@@ -27,7 +27,7 @@ def tiled_config(side1: Side, side2: Side, dtype: torch.dtype, target: Target) -
     """Blocks of at most 64, and as many tokens at once as make tiles of about 4096 elements."""
     if target.cpu:
         return Tiled((2, 16, 16, 32, 32))
-    a, b, c, d = (min(64, max(32, 1 << (n - 1).bit_length())) for n in (side1.rows, side1.cols, side2.rows, side2.cols))
+    a, b, c, d = (min(64, power_of_two(n, 32)) for n in (side1.rows, side1.cols, side2.rows, side2.cols))
     tokens = max(1, (4096 if dtype is not torch.float32 else 2048) // (max(a, b) * c))
     return Tiled((tokens, a, b, c, d), 128 if max(a, b) * tokens * c <= 4096 else 256)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.common.errors import UnsupportedCase
 from kernels.common.tilelang_ops import to_operand
 from kernels.common.tilelang_target import Dsl, Size, Target, build, dtype_name, sizes, target_of
-from kernels.common.views import cdiv, sm_count
+from kernels.common.views import cdiv, power_of_two, rounded_up, sm_count
 
 MAX_RANK = 256
 # TileLang's own split into loading and computing warps costs these short loops more than it hides.
@@ -127,10 +127,7 @@ def dual_config(
         block_m, block_n, waves, threads = (64, 512, 1, 256) if target.shared_bytes > 1 << 17 else (32, 128, 1, 128)
     if target.arch != "sm_90a" and block_n == 256:
         block_m = 32
-    steps = cdiv(cdiv(n_m, max(1, waves * sms // cdiv(n_n, block_n))), block_m)
-    # Three leading bits, so that a few builds serve every number of rows.
-    grain = 1 << max(0, steps.bit_length() - 3)
-    steps = cdiv(steps, grain) * grain
+    steps = rounded_up(cdiv(cdiv(n_m, max(1, waves * sms // cdiv(n_n, block_n))), block_m))
     if whole_span:
         steps = max(1, min(steps, 64 * threads // (rank * block_m)))
     item = dtype.itemsize
@@ -197,4 +194,4 @@ def rank_block(op: str, n_r: int, target: Target) -> int:
         )
     if target.cpu:
         return next(size for size in (16, 64, 128, 256) if n_r <= size)
-    return max(16, 1 << (n_r - 1).bit_length())
+    return power_of_two(n_r, 16)

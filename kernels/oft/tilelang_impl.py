@@ -20,8 +20,8 @@ from torch import Tensor
 from kernels.common.cayley import MAX_SCALARS, Gradients, check_size, pad, shrink_factor
 from kernels.common.cayley_solve_tilelang import solve
 from kernels.common.cayley_tilelang import finish
-from kernels.common.tilelang_target import Target, build, dtype_name, ready, sizes, target_of
-from kernels.common.views import cdiv, rows, sm_count
+from kernels.common.tilelang_target import Target, build, dtype_name, ready, ready_base, sizes, target_of
+from kernels.common.views import cdiv, rounded_up, rows, sm_count
 from kernels.oft import tilelang_bypass, tilelang_merge
 
 # wgmma wants 64 rows a product, and a block has fewer.
@@ -120,10 +120,7 @@ def bypass_config(
     block_t, threads = (16, 32) if n_t <= 256 else (64, 128)
     tiles = cdiv(n_t, block_t)
     spans = min(tiles, max(1, cdiv(3 * sms, cdiv(n_k, blocks))))
-    steps = cdiv(tiles, spans)
-    # Three leading bits: a few builds serve every number of tokens.
-    grain = 1 << max(0, steps.bit_length() - 3)
-    return Tokens(block_t, blocks, threads, steps=cdiv(steps, grain) * grain)
+    return Tokens(block_t, blocks, threads, steps=rounded_up(cdiv(tiles, spans)))
 
 
 def merge_forward(
@@ -142,7 +139,7 @@ def merge_forward(
     check_size("oft", "tilelang", size)
     target = target_of(weight)
     config = config or merge_config(n_k, size, n_i, weight.dtype, target, sm_count(weight.device), backward=False)
-    blocks, weight, base = ready(blocks), ready(weight), _base(base, target)
+    blocks, weight, base = ready(blocks), ready(weight), ready_base(base, target)
     rescale = None if rescale is None else ready(rescale)
     shrink = shrink_factor(blocks, constraint)
     out = torch.empty(weight.shape, dtype=out_dtype, device=weight.device)
@@ -238,7 +235,7 @@ def bypass_forward(
     check_size("oft_bypass", "tilelang", size)
     target = target_of(y)
     blocks, flat = ready(blocks), ready(rows(y))
-    base = None if base is None else _base(rows(base), target)
+    base = None if base is None else ready_base(rows(base), target)
     rescale = None if rescale is None else ready(rescale)
     config = config or bypass_config(len(flat), n_k, size, y.dtype, target, sm_count(y.device), backward=False)
     shrink = shrink_factor(blocks, constraint)
@@ -314,9 +311,3 @@ def bypass_backward(
 def _width(n_i: int) -> int:
     """Columns of one access: the widest that divides a row."""
     return next(width for width in (8, 4, 2, 1) if n_i % width == 0)
-
-
-def _base(base: Tensor | None, target: Target) -> Tensor | None:
-    if base is None:
-        return None
-    return ready(base.float() if target.cpu else base)
