@@ -13,11 +13,16 @@ from torch import Tensor
 from harness.delimiters import Delimiters
 from harness.profile import DeviceTime, device_times
 from harness.record import Row
+from kernels.registry import LINEAR_SHAPES
 
 # Share of a stream's traffic that is written: a row is scored against the ceiling of its own mix.
 WRITE_SHARE = {"read": 0.0, "triad": 1 / 3, "copy": 0.5, "write": 1.0}
 # Bytes of one tensor, each past any L2; the largest are dropped where the card's memory is small.
 SIZES = (2**28, 2**30, 2**32)
+# Bytes of a ΔW in 16 bits: too short for a stream's rate, since filling and draining the card count.
+SHORT_WRITES = tuple(sorted({2 * rows * columns for rows, columns in LINEAR_SHAPES.values()}))
+SHORT_WRITE = "short_write"
+OPERAND_BYTES = 2**14
 MATMULS = ((4096, 4096, 4096), (8192, 8192, 8192))
 Ceilings = dict[str, Any]
 
@@ -54,6 +59,7 @@ def measure(device: torch.device, delimiters: Delimiters) -> tuple[Ceilings, lis
     reached the memory yet, which makes smaller streams look faster than the memory is.
     """
     rows = [row for size in _sizes(device) for row in _stream_rows(device, delimiters, size)]
+    rows += [row for size in SHORT_WRITES for row in _short_write_rows(device, delimiters, size)]
     rows += [row for shape in MATMULS for row in _matmul_rows(device, delimiters, shape)]
     ceilings: Ceilings = {f"{kind}_gbps": _best(rows, kind, "gbps") for kind in WRITE_SHARE}
     kinds = [row["kind"][len("matmul_") :] for row in rows if row["kind"].startswith("matmul_")]
@@ -98,10 +104,28 @@ def _stream_rows(device: torch.device, delimiters: Delimiters, size: int) -> lis
     rows = []
     for arm, time in _time(arms, delimiters, calls=10).items():
         kind, implementation = arm.split()
-        row = {"kind": kind, "implementation": implementation, "bytes": tensors[kind] * size}
-        rate = None if time.reason else tensors[kind] * size / min(time.dev_us) / 1e3
-        rows.append({**row, "dev_us": list(time.dev_us), "gbps": rate, "reason": time.reason})
+        rows.append(_stream_row(kind, implementation, tensors[kind] * size, time))
     return rows
+
+
+def _stream_row(kind: str, implementation: str, size: int, time: DeviceTime) -> Row:
+    rate = None if time.reason else size / min(time.dev_us) / 1e3
+    row = {"kind": kind, "implementation": implementation, "bytes": size}
+    return {**row, "dev_us": list(time.dev_us), "gbps": rate, "reason": time.reason}
+
+
+def _short_write_rows(device: torch.device, delimiters: Delimiters, size: int) -> list[Row]:
+    """Two bounds for a merge: a constant written to as many bytes as ΔW has, and values that a small cold operand holds.
+
+    What is written can't be known before the operand has come from the memory: that wait is in every merge's time.
+    """
+    if delimiters.made_with != "triton":
+        return []
+    from harness import triton_kernels as tk
+
+    out, operand = torch.empty(size // 4, device=device), torch.rand(OPERAND_BYTES // 4, device=device)
+    arms = {"constant": lambda: tk.fill_short(out), "loaded": lambda: tk.fill_short(out, operand)}
+    return [_stream_row(SHORT_WRITE, arm, size, time) for arm, time in _time(arms, delimiters, calls=10).items()]
 
 
 def _matmul_rows(device: torch.device, delimiters: Delimiters, shape: tuple[int, int, int]) -> list[Row]:

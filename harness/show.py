@@ -208,6 +208,26 @@ def limits(run: Record) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=("ceiling", "measured", "unit")).set_index("ceiling").round(0)
 
 
+def short_writes(run: Record, op: str, dtype: str = "fp16") -> pd.DataFrame:
+    """A merge's forward beside plain writes of ΔW's bytes on the same card (see harness/ceilings.py), µs of device time.
+
+    constant: a constant is written. loaded: values that come from the memory first, as any merge's operands do. `at the
+    ceiling`: the time at the long stream's rate. Cases whose bytes were not written so have none of the three.
+    """
+    written: dict[int, dict[str, float]] = {}
+    for row in beside(run).rows:
+        if row["kind"] == ceilings.SHORT_WRITE and row["reason"] is None:
+            written.setdefault(row["bytes"], {})[row["implementation"]] = min(row["dev_us"])
+    table: dict[str, dict[str, Any]] = {}
+    for row in _ok(run.rows, op, dtype):
+        if row["fwd"]["dev_us"]:
+            size = ops()[op].cost(row["dims"], DTYPES[dtype].itemsize).bytes_written
+            start = {"MB": size / 1e6, "at the ceiling": size / run.meta["ceilings"]["write_gbps"] / 1e3}
+            line = table.setdefault(row["case"], {**start, **written.get(size, {})})
+            line[row["backend"]] = min(row["fwd"]["dev_us"])
+    return pd.DataFrame.from_dict(table, orient="index").rename_axis("case").round(2)
+
+
 def crosschecks(run: Record) -> pd.DataFrame:
     """Device time three ways, side by side with why they differ; `run` is a card's ceilings.json.
 
@@ -269,9 +289,12 @@ def cards() -> dict[str, Record]:
 
 
 def beside(run: Record) -> Record:
-    """What was measured of the card itself: its ceilings.json, for one of `cards()`; the cross-check and the host's steps are in it."""
+    """What was measured of the card itself: its ceilings.json; the cross-check and the host's steps are in it.
+
+    run: one of `cards()`, or a family's own.
+    """
     assert run.path is not None
-    return record.load(run.path / "ceilings.json")
+    return record.load((run.path if run.path.is_dir() else run.path.parent) / "ceilings.json")
 
 
 def published(run: Record, dtype: str = "fp16") -> pd.DataFrame:

@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
+# Of short writes: small, so that they begin and end soon, and two stores a thread (with one, programs don't start fast enough).
+SHORT = 1024
 
 
 @triton.jit
@@ -31,6 +33,12 @@ def harness_mark_arm(out_ptr):
 def _fill(out_ptr, n, BLOCK: tl.constexpr):
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out_ptr + offs, tl.full([BLOCK], 1.0, tl.float32), mask=offs < n)
+
+
+@triton.jit
+def _fill_loaded(a_ptr, out_ptr, n, n_a, BLOCK: tl.constexpr):
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + offs, tl.load(a_ptr + offs % n_a), mask=offs < n)
 
 
 @triton.jit
@@ -71,6 +79,15 @@ def mark(buffer: Tensor) -> None:
 def fill(out: Tensor) -> None:
     """out = 1, float32."""
     _fill[_grid(out.numel())](out, out.numel(), BLOCK=BLOCK, num_warps=8)
+
+
+def fill_short(out: Tensor, a: Tensor | None = None) -> None:
+    """out = 1, float32, in small programs; given `a`, out = a over and over, of which a program first loads what it writes."""
+    grid, n = (triton.cdiv(out.numel(), SHORT),), out.numel()
+    if a is None:
+        _fill[grid](out, n, BLOCK=SHORT, num_warps=4)
+    else:
+        _fill_loaded[grid](a, out, n, a.numel(), BLOCK=SHORT, num_warps=4)
 
 
 def read(a: Tensor, partial: Tensor) -> None:
