@@ -114,8 +114,6 @@ def scalars_backward(
             g = [[dsl.fragment((LANES, WIDTH), dtype) for n in each] for t in tiles]
             w = [[dsl.fragment((LANES, WIDTH), dtype) for n in each] for t in tiles]
             value = dsl.fragment((LANES, WIDTH), dtype)
-            product = dsl.fragment((LANES, WIDTH))
-            part = dsl.fragment((LANES,))
             sums = [dsl.fragment((LANES,)) for i in tuple(range(S * S))]
             d, r = T.alloc_local((S * S,), "float32"), T.alloc_local((S,), "float32")
             total, result = T.alloc_local((S * S,), "float32"), T.alloc_local((S * S,), "float32")
@@ -134,16 +132,15 @@ def scalars_backward(
                             T.copy(weight[pid_k * S + n, first, 0], w[t][n])
                 for t in tiles:
                     first = ((pid_i * steps + step) * config.tiles + t) * LANES
+                    if need_p:
+                        for lane in dsl.parallel(LANES):
+                            for v in T.unroll(WIDTH):
+                                for n in each:
+                                    for m in each:
+                                        sums[n * S + m][lane] += T.cast(w[t][n][lane, v], "float32") * T.cast(
+                                            g[t][m][lane, v], "float32"
+                                        )
                     for n in each:
-                        if need_p:
-                            for m in each:
-                                for lane, v in dsl.parallel(LANES, WIDTH):
-                                    product[lane, v] = T.cast(w[t][n][lane, v], "float32") * T.cast(
-                                        g[t][m][lane, v], "float32"
-                                    )
-                                dsl.reduce_sum(product, part, dim=1)
-                                for lane in dsl.parallel(LANES):
-                                    sums[n * S + m][lane] += part[lane]
                         if need_weight:
                             for lane, v in dsl.parallel(LANES, WIDTH):
                                 turned = _weighted(dsl, [d[n * S + m] * r[m] for m in each], g[t], lane, v)
