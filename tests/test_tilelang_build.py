@@ -115,6 +115,16 @@ def test_builds_without_a_sum_that_nothing_needs(
         compiled(factory, Target("sm_90a"), **dict(constants))
 
 
+def test_nan_is_not_taken_for_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The diagonal of a block's gradient is an entry less itself, which the compiler once made 0 whatever the entry was."""
+    wanted = recorded("oft", {"O": 8, "I": 16, "dim": 2}, torch.float32, Target("sm_90a"), monkeypatch)
+    (build,) = (key for key in wanted if key[0].__name__ == "scalars_backward")
+    factory, *constants = build
+    source = compiled(factory, Target("sm_90a"), **dict(constants)).get_kernel_source(kernel_only=True)
+    last = re.findall(r"result\[[03]\] = (.*);", source)
+    assert len(last) == 2 and all("both" in value for value in last), last
+
+
 @pytest.mark.parametrize(("op", "sizes", "dtype", "names"), LOKR, ids=("rows of a pair", "rows of tokens", "columns"))
 def test_builds_lokr(
     op: str, sizes: tuple[int, ...], dtype: torch.dtype, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 `python triton_builds.py OP`, in a process of its own: where Triton interprets it compiles nothing. Prints how many backwards
 compiled; fails where one does not, or where a kernel sums over lanes that Triton 3.6 mistakes.
 
+A base of a wider dtype makes the output as wide, with pointers of two dtypes in one kernel, which only the compiler minds.
 What a backward does not read is None to its kernels, which the interpreter forgives and the compiler does not: so each argument
 in turn is the only one that wants a gradient, and then all do.
 """
@@ -76,6 +77,14 @@ def main(name: str) -> None:
     scalars = [op.kwargs.get(scalar, 0.0) for scalar in fused.scalars]
     count = 0
 
+    def compile_with_base(shapes: Shapes) -> None:
+        made = (
+            torch.empty(shapes[arg], dtype=torch.bfloat16, device="meta") if arg in shapes else None
+            for arg in fused.args
+        )
+        base = torch.empty(op.out_shape(op.tiny.dims), device="meta")
+        forward(*made, *scalars, base=base, out_dtype=torch.float32, needs=(False,) * len(fused.args))
+
     def compile_one(tensors: tuple[Tensor | None, ...], trained: tuple[str, ...]) -> None:
         nonlocal count
         needs = tuple(arg in trained for arg in fused.args)
@@ -90,6 +99,7 @@ def main(name: str) -> None:
         count += 1
 
     def compile_all() -> None:
+        compile_with_base(op.shapes(op.tiny.dims))
         for shapes in (op.shapes(op.tiny.dims), *EXTRA.get(name, [])):
             tensors = tuple(torch.empty(shapes[arg], device="meta") if arg in shapes else None for arg in fused.args)
             for trained in (*((arg,) for arg in shapes), tuple(shapes)):

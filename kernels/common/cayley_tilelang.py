@@ -31,9 +31,13 @@ def finish_scalars(dsl: Dsl, product: Any, delta: Any, grad: Any, size: int) -> 
                 both[i * size + j] = half[i * size + j]
                 for n in each:
                     both[i * size + j] += 0.5 * delta[j * size + n] * half[i * size + n]
+        # Turned in a buffer of its own: the compiler takes an element less itself for 0, which NaN is not.
         for i in each:
             for j in each:
-                grad[i * size + j] = 2.0 * (both[i * size + j] - both[j * size + i])
+                half[j * size + i] = both[i * size + j]
+        for i in each:
+            for j in each:
+                grad[i * size + j] = 2.0 * (both[i * size + j] - half[i * size + j])
 
     return finished(product, delta, grad)
 

@@ -154,8 +154,11 @@ def _bypass_kernel(
     T: tl.constexpr = BLOCK_T // LANES
     tiles = ()
     for t in tl.static_range(TILES):
-        at, mask = _tokens(y, start + t * BLOCK_T, first, stop, n_k, stride_yt, S, P, N, LANES, BLOCK_T, WIDE, 4)
-        tiles = tiles + (tl.load(at, mask=mask, other=0.0),)
+        # Not `at`, which a loop carries on, and which the last step leaves as a pointer of the output's dtype.
+        at_first, mask_first = _tokens(
+            y, start + t * BLOCK_T, first, stop, n_k, stride_yt, S, P, N, LANES, BLOCK_T, WIDE, 4
+        )
+        tiles = tiles + (tl.load(at_first, mask=mask_first, other=0.0),)
     if INLINE:
         factor = 1.0
         if HAS_SHRINK:
