@@ -148,9 +148,7 @@ def _figures(arguments: argparse.Namespace) -> int:
 
 def _compare(arguments: argparse.Namespace) -> int:
     changes = comparison.compare(arguments.run_a, arguments.run_b, foreign=arguments.foreign)
-    for change in changes:
-        print(change)
-    for line in comparison.differences(arguments.run_a, arguments.run_b, changes):
+    for line in comparison.report(changes) + comparison.differences(arguments.run_a, arguments.run_b, changes):
         print(line)
     print(comparison.summary(changes))
     return 1 if comparison.worse(changes) else 0

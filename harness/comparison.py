@@ -19,6 +19,7 @@ BAND = 0.04
 RESOLUTION_US = 0.064
 PHASES = ("fwd", "fwdbwd")
 VERDICTS = ("faster", "same", "slower", "unclear")
+PREVIOUS = "previous"  # the folder beside a card's records where a sweep sets aside the run that it replaces
 # Arms that are PyTorch's own: where they moved, the card or the software did.
 CONTROL = ("eager", "compile")
 
@@ -28,7 +29,7 @@ class Change:
     """One row's phase in both runs.
 
     ratio: the second's best device time over the first's, below 1 is faster; low, high: its 95 % interval.
-    broken: the row was ok and no longer is.
+    broken: the row was ok and no longer is. alone: "first" or "second", where only that run has the row.
     """
 
     key: tuple[str, ...]
@@ -39,6 +40,7 @@ class Change:
     broken: bool = False
     low: float | None = None
     high: float | None = None
+    alone: str = ""
 
     def __str__(self) -> str:
         ratio = "" if self.ratio is None else f"  {self.ratio:.3f}"
@@ -90,7 +92,8 @@ def _runs(path: str | Path) -> dict[str, Record]:
 
 def _change(key: tuple[str, ...], phase: str, a: Row | None, b: Row | None) -> Change:
     if a is None or b is None:
-        return Change(key, phase, "unclear", note=f"only in the {'second' if a is None else 'first'} run")
+        alone = "second" if a is None else "first"
+        return Change(key, phase, "unclear", note=f"only in the {alone} run", alone=alone)
     if a["status"] != "ok" or b["status"] != "ok":
         note = f"{a['status']} → {b['status']}" + (f" ({b['reason']})" if b["reason"] else "")
         return Change(key, phase, "unclear", note=note, broken=a["status"] == "ok")
@@ -130,12 +133,25 @@ def differences(a: str | Path, b: str | Path, changes: Iterable[Change]) -> list
     return lines
 
 
+def report(changes: Iterable[Change]) -> list[str]:
+    """A line for each change, and one for the times that only one of the runs has."""
+    changes = list(changes)
+    lines = [str(change) for change in changes if not change.alone]
+    for which in ("first", "second"):
+        alone = [change for change in changes if change.alone == which]
+        if alone:
+            kinds = ", ".join(dict.fromkeys(change.key[2] for change in alone))
+            lines.append(f"{len(alone)} times only in the {which} run ({kinds})")
+    return lines
+
+
 def summary(changes: Iterable[Change]) -> str:
-    """How many of each, and the share that moved of those that could be told."""
-    verdicts = [change.verdict for change in changes]
+    """How many of each of the times that both runs have, and the share that moved of those that could be told."""
+    verdicts = [change.verdict for change in changes if not change.alone]
     counts = ", ".join(f"{verdicts.count(name)} {name}" for name in VERDICTS)
     moved = verdicts.count("faster") + verdicts.count("slower")
-    return f"{counts}; {moved / len(verdicts):.1%} moved" if verdicts else counts
+    told = len(verdicts) - verdicts.count("unclear")
+    return f"{counts}; {moved / told:.1%} moved" if told else counts
 
 
 def worse(changes: Iterable[Change]) -> bool:

@@ -11,7 +11,18 @@ from typing import Any
 import pandas as pd
 import torch
 
-from harness import ceilings, crosscheck, generated, hostprofile, precision, quickcheck, record, stamp, verdicts
+from harness import (
+    ceilings,
+    comparison,
+    crosscheck,
+    generated,
+    hostprofile,
+    precision,
+    quickcheck,
+    record,
+    stamp,
+    verdicts,
+)
 from harness.figure import GRAPHED, ordered
 from harness.panel import run_label
 from harness.record import Record, Row
@@ -23,6 +34,9 @@ from kernels.registry import families, ops
 # Characters of a kernel's generated code that a notebook keeps.
 CODE = 12_000
 PUBLISHED = DATA / "published" / "rtx4090.json"
+
+
+DTYPE_COLUMNS = ("dev_eager", "dev_compile", "fbdev_eager", "fbdev_compile", "ulp", "eager_ulp")
 
 
 def source(family: str, part: str, *names: str) -> Any:
@@ -225,7 +239,9 @@ def short_writes(run: Record, op: str, dtype: str = "fp16") -> pd.DataFrame:
             start = {"MB": size / 1e6, "at the ceiling": size / run.meta["ceilings"]["write_gbps"] / 1e3}
             line = table.setdefault(row["case"], {**start, **written.get(size, {})})
             line[row["backend"]] = min(row["fwd"]["dev_us"])
-    return pd.DataFrame.from_dict(table, orient="index").rename_axis("case").round(2)
+    arms = dict.fromkeys(name for line in table.values() for name in line)
+    columns = dict.fromkeys(("MB", "at the ceiling", *ceilings.SHORT_WRITE_ARMS, *arms))
+    return pd.DataFrame.from_dict(table, orient="index", columns=list(columns)).rename_axis("case").round(2)
 
 
 def crosschecks(run: Record) -> pd.DataFrame:
@@ -295,6 +311,44 @@ def beside(run: Record) -> Record:
     """
     assert run.path is not None
     return record.load((run.path if run.path.is_dir() else run.path.parent) / "ceilings.json")
+
+
+def before(run: Record) -> list[str]:
+    """Which run the sweep that made this one set aside, and what else is not the same in both; [] where there was none."""
+    aside = _previous(run)
+    if aside is None or run.path is None:
+        return []
+    both = [
+        f"{str(r.meta['started'])[:16]} of revision {r.meta.get('git_revision')}" for r in (record.load(aside), run)
+    ]
+    return [" → ".join(both), *comparison.differences(aside, run.path, comparison.compare(aside, run.path))]
+
+
+def changes(run: Record) -> pd.DataFrame:
+    """Device times, forward and with backward, against the run before it (see `before`): how many moved, by op and backend.
+
+    ratio: the median of now over then, below 1 is faster. Rows that only one of the runs has are left out.
+    """
+    aside = _previous(run)
+    found = comparison.compare(aside, run.path) if aside is not None and run.path is not None else []
+    lines = [(c.key[0], c.key[3], c.verdict, c.ratio) for c in found if not c.alone]
+    table = pd.DataFrame(lines, columns=["op", "backend", "verdict", "ratio"])
+    groups = table.groupby(["op", "backend"], sort=False)
+    counts = {name: groups.verdict.agg(lambda found, name=name: (found == name).sum()) for name in comparison.VERDICTS}
+    return pd.DataFrame({**counts, "ratio": groups.ratio.median()}).round(2)
+
+
+def _previous(run: Record) -> Path | None:
+    path = run.path.parent / comparison.PREVIOUS / run.path.name if run.path is not None else None
+    return path if path is not None and path.exists() else None
+
+
+def dtypes(run: Record, columns: Sequence[str] = DTYPE_COLUMNS) -> pd.DataFrame:
+    """The verdict's ratios for every dtype that was recorded, side by side."""
+    recorded = [name for name in DTYPES if any(row["dtype"] == name for row in run.rows)]
+    tables = {name: verdict(run, name)[list(columns)] for name in recorded}
+    table = pd.concat(tables, axis=1, names=["dtype", "ratio"]).swaplevel(axis=1)
+    return table[[(column, name) for column in columns for name in recorded]]
 
 
 def published(run: Record, dtype: str = "fp16") -> pd.DataFrame:

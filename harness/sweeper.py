@@ -13,6 +13,7 @@ import torch
 
 from harness import ceilings as limits
 from harness import crosscheck, hostprofile, prebuild, record, stamp, throttle
+from harness.comparison import PREVIOUS
 from harness.delimiters import make_delimiters
 from harness.measure import DeadContext, Plan, make_bench, measure_case
 from harness.record import Record, Row
@@ -61,7 +62,7 @@ def require_gpu() -> None:
 def resume(path: Path, meta: dict[str, Any], echo: Echo) -> Record:
     """The record to go on with: the file's rows where they came from the same card, software and kernel sources.
 
-    A file of other software or sources is set aside as <name>.old; ForeignGpu where it is another card's.
+    A file of other software or sources is set aside in the folder `previous`; ForeignGpu where it is another card's.
     """
     if not path.exists():
         return Record(meta)
@@ -69,10 +70,11 @@ def resume(path: Path, meta: dict[str, Any], echo: Echo) -> Record:
     changed = [name for name in stamp.IDENTITY if old.meta.get(name) != meta.get(name)]
     if not changed:
         return old
-    aside = path.with_name(f"{path.name}.old")
+    aside = path.parent / PREVIOUS / path.name
+    aside.parent.mkdir(exist_ok=True)
     path.replace(aside)
     echo(
-        f"{path.name}: {', '.join(changed)} changed since it was recorded; measuring again, the old run is {aside.name}"
+        f"{path.name}: {', '.join(changed)} changed since it was recorded; measuring again, the old run is {PREVIOUS}/{aside.name}"
     )
     return Record(meta)
 

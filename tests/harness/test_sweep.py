@@ -109,7 +109,7 @@ def test_stale_rows_are_measured_again(tmp_path, name):
     said = run(path, again := Measurer(), meta={**STAMP, name: "new"})
     assert len(again.seen) == 4 and f"{name} changed" in said[0]
     assert record.load(path).meta[name] == "new"
-    assert (tmp_path / "toy.json.old").read_text() == old
+    assert (tmp_path / "previous" / "toy.json").read_text() == old
 
 
 def test_another_cards_record_is_never_touched(tmp_path):

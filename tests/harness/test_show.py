@@ -1,0 +1,45 @@
+"""Tables that notebooks show of a record and of the run before it."""
+
+from harness import record, show
+from harness.record import Record, Row, blank_row
+from kernels.registry import ops
+from tests.harness.fakes import STAMP
+
+
+def timed(backend: str, dtype: str, *times: float) -> Row:
+    (case,) = [case for case in ops()["lokr"].cases if case.name == "dit_qkv_f8"]
+    row = blank_row("lokr", case.name, dtype, backend, dict(case.dims))
+    return row | {"status": "ok", "fwd": {"dev_us": list(times)}, "fwdbwd": {"dev_us": list(times)}}
+
+
+def test_what_changed(tmp_path):
+    """A kernel that got faster, a baseline that stayed, and rows that only the later run has, which are no change."""
+    path = tmp_path / "lokr.json"
+    before = [timed("eager", "fp16", 20.0, 20.0, 20.0), timed("triton", "fp16", 10.0, 10.0, 10.0)]
+    Record(STAMP | {"git_revision": "aaa"}, before).save(tmp_path / "previous" / path.name)
+    now = [
+        timed("eager", "fp16", 20.0, 20.0, 20.0),
+        timed("triton", "fp16", 8.0, 8.0, 8.0),
+        timed("triton", "fp32", 9.0),
+    ]
+    Record(STAMP | {"git_revision": "bbb"}, now).save(path)
+    run = record.load(path)
+    table = show.changes(run)
+    assert table.loc[("lokr", "eager")].tolist() == [0, 2, 0, 0, 1.0]
+    assert table.loc[("lokr", "triton")].tolist() == [2, 0, 0, 0, 0.8]
+    assert show.before(run)[0] == "2026-01-02T03:04 of revision aaa → 2026-01-02T03:04 of revision bbb"
+
+
+def test_without_a_run_before(tmp_path):
+    Record(dict(STAMP), [timed("eager", "fp16", 20.0)]).save(tmp_path / "lokr.json")
+    run = record.load(tmp_path / "lokr.json")
+    assert show.before(run) == [] and show.changes(run).empty
+    assert show.changes(Record(dict(STAMP), [])).empty
+
+
+def test_the_dtypes_that_were_recorded():
+    run = show.record.load(next(iter(show.stamp.recorded_dirs())) / "lokr.json")
+    table = show.dtypes(run, ("dev_eager", "ulp"))
+    found = list(dict.fromkeys(row["dtype"] for row in run.rows))
+    assert table.columns.tolist() == [(ratio, dtype) for ratio in ("dev_eager", "ulp") for dtype in found]
+    assert table.xs("fp16", axis=1, level="dtype").equals(show.verdict(run)[["dev_eager", "ulp"]])
