@@ -21,7 +21,7 @@ WRITE_SHARE = {"read": 0.0, "triad": 1 / 3, "copy": 0.5, "write": 1.0}
 SIZES = (2**28, 2**30, 2**32)
 # Bytes of a ΔW in 16 bits: too short for a stream's rate, since filling and draining the card count.
 SHORT_WRITES = tuple(sorted({2 * rows * columns for rows, columns in LINEAR_SHAPES.values()}))
-SHORT_WRITE = "short_write"
+SHORT_WRITE, SHORT_WRITE_ARMS = "short_write", ("constant", "loaded")
 OPERAND_BYTES = 2**14
 MATMULS = ((4096, 4096, 4096), (8192, 8192, 8192))
 Ceilings = dict[str, Any]
@@ -124,7 +124,7 @@ def _short_write_rows(device: torch.device, delimiters: Delimiters, size: int) -
     from harness import triton_kernels as tk
 
     out, operand = torch.empty(size // 4, device=device), torch.rand(OPERAND_BYTES // 4, device=device)
-    arms = {"constant": lambda: tk.fill_short(out), "loaded": lambda: tk.fill_short(out, operand)}
+    arms = dict(zip(SHORT_WRITE_ARMS, (lambda: tk.fill_short(out), lambda: tk.fill_short(out, operand)), strict=True))
     return [_stream_row(SHORT_WRITE, arm, size, time) for arm, time in _time(arms, delimiters, calls=10).items()]
 
 
