@@ -1,6 +1,6 @@
 """Tables that notebooks show of a record and of the run before it."""
 
-from harness import record, show
+from harness import record, show, stamp
 from harness.record import Record, Row, blank_row
 from kernels.registry import ops
 from tests.harness.fakes import STAMP
@@ -38,7 +38,7 @@ def test_without_a_run_before(tmp_path):
 
 
 def test_the_dtypes_that_were_recorded():
-    run = show.record.load(next(iter(show.stamp.recorded_dirs())) / "lokr.json")
+    run = record.load(next(iter(stamp.recorded_dirs())) / "lokr.json")
     table = show.dtypes(run, ("dev_eager", "ulp"))
     found = list(dict.fromkeys(row["dtype"] for row in run.rows))
     assert table.columns.tolist() == [(ratio, dtype) for ratio in ("dev_eager", "ulp") for dtype in found]

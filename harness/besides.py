@@ -1,0 +1,87 @@
+"""What stands beside a recorded run: its card's own measurements, and the run before it. Tables for notebooks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from harness import ceilings, comparison, crosscheck, hostprofile, record
+from harness.record import Record
+
+
+def limits(run: Record) -> pd.DataFrame:
+    """The ceilings that were measured with a run."""
+    measured = run.meta["ceilings"]
+    rows = [(f"{name} bandwidth", measured[f"{name}_gbps"], "GB/s") for name in ceilings.WRITE_SHARE]
+    rows += [(f"{name} matrix product", rate, "TFLOP/s") for name, rate in measured["matmul_tflops"].items()]
+    return pd.DataFrame(rows, columns=("ceiling", "measured", "unit")).set_index("ceiling").round(0)
+
+
+def crosschecks(run: Record) -> pd.DataFrame:
+    """Device time three ways, side by side with why they differ; `run` is a card's ceilings.json.
+
+    profiler: the sum of the kernels; events: around a batch; graph: the batch replayed as a CUDA graph; µs a call.
+    """
+    lines = []
+    for row in run.rows:
+        if row.get("kind") == crosscheck.KIND:
+            found = crosscheck.times(row) or dict.fromkeys(crosscheck.WAYS)
+            about = (row["op"], row["case"], row["arm"], row["phase"], row.get("launches"))
+            lines.append((*about, *(found[way] for way in crosscheck.WAYS), crosscheck.explain(row, run.meta)))
+    names = ("op", "case", "backend", "phase", "launches", *crosscheck.WAYS, "explained by")
+    return pd.DataFrame(lines, columns=names).round(2).set_index(["op", "case", "backend", "phase"])
+
+
+def hosts(run: Record) -> pd.DataFrame:
+    """Where the host's time goes in one call, µs a step (see harness/hostprofile.py); `run` is a card's ceilings.json.
+
+    ratio: the host's time to issue one forward, in bare launches of the DSL.
+    """
+    lines = []
+    for row in run.rows:
+        if row.get("kind") == hostprofile.KIND:
+            found = hostprofile.times(row)
+            steps = (found[step] for step in (*hostprofile.STEPS, *hostprofile.SCALE))
+            lines.append((row["op"], row["backend"], row["launches"], *steps, hostprofile.ratio(row)))
+    names = ("op", "backend", "launches", *hostprofile.STEPS, *hostprofile.SCALE, "ratio")
+    return pd.DataFrame(lines, columns=names).round(2).set_index(["op", "backend"])
+
+
+def beside(run: Record) -> Record:
+    """What was measured of the card itself: its ceilings.json; the cross-check and the host's steps are in it.
+
+    run: one of `cards()`, or a family's own.
+    """
+    assert run.path is not None
+    return record.load((run.path if run.path.is_dir() else run.path.parent) / "ceilings.json")
+
+
+def before(run: Record) -> list[str]:
+    """Which run the sweep that made this one set aside, and what else is not the same in both; [] where there was none."""
+    aside = _previous(run)
+    if aside is None or run.path is None:
+        return []
+    both = [
+        f"{str(r.meta['started'])[:16]} of revision {r.meta.get('git_revision')}" for r in (record.load(aside), run)
+    ]
+    return [" → ".join(both), *comparison.differences(aside, run.path, comparison.compare(aside, run.path))]
+
+
+def changes(run: Record) -> pd.DataFrame:
+    """Device times, forward and with backward, against the run before it (see `before`): how many moved, by op and backend.
+
+    ratio: the median of now over then, below 1 is faster. Rows that only one of the runs has are left out.
+    """
+    aside = _previous(run)
+    found = comparison.compare(aside, run.path) if aside is not None and run.path is not None else []
+    lines = [(c.key[0], c.key[3], c.verdict, c.ratio) for c in found if not c.alone]
+    table = pd.DataFrame(lines, columns=["op", "backend", "verdict", "ratio"])
+    groups = table.groupby(["op", "backend"], sort=False)
+    counts = {name: groups.verdict.agg(lambda found, name=name: (found == name).sum()) for name in comparison.VERDICTS}
+    return pd.DataFrame({**counts, "ratio": groups.ratio.median()}).round(2)
+
+
+def _previous(run: Record) -> Path | None:
+    path = run.path.parent / comparison.PREVIOUS / run.path.name if run.path is not None else None
+    return path if path is not None and path.exists() else None
