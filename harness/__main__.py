@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
 
     verdict = commands.add_parser("verdict", help="geometric means over the cases of a recorded run")
     verdict.add_argument("--dir", help="data/<gpu>")
-    verdict.add_argument("--dtype", choices=DTYPES[:3], default="fp16")
+    verdict.add_argument("--dtype", choices=DTYPES, default="fp16")
     verdict.add_argument("--format", choices=("text", "json", "markdown"), default="text")
 
     figures = commands.add_parser("figures", help="PNG and SVG of a recorded run, no GPU needed")
@@ -133,11 +133,13 @@ def _sweep_workers(arguments: argparse.Namespace) -> int:
 
 def _show(folder: Path, arguments: argparse.Namespace, figures: Path | None = None) -> None:
     print(f"figures in {figure.figures(folder, figures or arguments.figures)}")
-    print(verdicts.verdict(folder, "fp16" if arguments.dtype == "all" else arguments.dtype, format="text"))
+    for dtype in stamp.dtype_names(arguments.dtype):
+        print(verdicts.verdict(folder, dtype, format="text"))
 
 
 def _verdict(arguments: argparse.Namespace) -> int:
-    print(verdicts.verdict(arguments.dir, arguments.dtype, format=arguments.format))
+    for dtype in stamp.dtype_names(arguments.dtype):
+        print(verdicts.verdict(arguments.dir, dtype, format=arguments.format))
     return 0
 
 

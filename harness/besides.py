@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pandas as pd
 
 from harness import ceilings, comparison, crosscheck, hostprofile, record
-from harness.record import Record
+from harness.record import Record, RecordError
 
 
 def limits(run: Record) -> pd.DataFrame:
@@ -53,35 +54,45 @@ def beside(run: Record) -> Record:
 
     run: one of `cards()`, or a family's own.
     """
-    assert run.path is not None
+    if run.path is None:
+        raise ValueError("a record that was not loaded from a file has nothing beside it")
     return record.load((run.path if run.path.is_dir() else run.path.parent) / "ceilings.json")
 
 
 def before(run: Record) -> list[str]:
-    """Which run the sweep that made this one set aside, and what else is not the same in both; [] where there was none."""
-    aside = _previous(run)
-    if aside is None or run.path is None:
+    """Which run the sweep that made this one set aside, and what else is not the same in both.
+
+    [] where there was none; the reason alone where it can't be compared (another card's, another schema, not readable).
+    """
+    if run.path is None or (aside := _previous(run)) is None:
         return []
-    both = [
-        f"{str(r.meta['started'])[:16]} of revision {r.meta.get('git_revision')}" for r in (record.load(aside), run)
-    ]
-    return [" → ".join(both), *comparison.differences(aside, run.path, comparison.compare(aside, run.path))]
+    try:
+        found, old = comparison.compare(aside, run.path), record.load(aside)
+    except RecordError as error:
+        return [f"not compared: {error}"]
+    both = [f"{str(each.meta.get('started'))[:16]} of revision {each.meta.get('git_revision')}" for each in (old, run)]
+    # Its kernels are not today's, as a rule: that is why it was set aside.
+    differences = comparison.differences(aside, run.path, found)
+    alone = [line for line in comparison.report(found) if " times only in the " in line]
+    return [" → ".join(both), *alone, *(line for line in differences if line != "first run: stale kernels")]
 
 
 def changes(run: Record) -> pd.DataFrame:
-    """Device times, forward and with backward, against the run before it (see `before`): how many moved, by op and backend.
+    """Device times, forward and with backward, against the run before it (see `before`): how many moved.
 
     ratio: the median of now over then, below 1 is faster. Rows that only one of the runs has are left out.
     """
-    aside = _previous(run)
-    found = comparison.compare(aside, run.path) if aside is not None and run.path is not None else []
-    lines = [(c.key[0], c.key[3], c.verdict, c.ratio) for c in found if not c.alone]
-    table = pd.DataFrame(lines, columns=["op", "backend", "verdict", "ratio"])
-    groups = table.groupby(["op", "backend"], sort=False)
+    found: list[comparison.Change] = []
+    if run.path is not None and (aside := _previous(run)) is not None:
+        with suppress(RecordError):
+            found = comparison.compare(aside, run.path)
+    lines = [(c.key[0], c.key[2], c.key[3], c.verdict, c.ratio) for c in found if not c.alone]
+    table = pd.DataFrame(lines, columns=["op", "dtype", "backend", "verdict", "ratio"])
+    groups = table.groupby(["op", "dtype", "backend"], sort=False)
     counts = {name: groups.verdict.agg(lambda found, name=name: (found == name).sum()) for name in comparison.VERDICTS}
     return pd.DataFrame({**counts, "ratio": groups.ratio.median()}).round(2)
 
 
 def _previous(run: Record) -> Path | None:
     path = run.path.parent / comparison.PREVIOUS / run.path.name if run.path is not None else None
-    return path if path is not None and path.exists() else None
+    return path if path is not None and path.is_file() else None

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 
 from harness import record, stamp
-from harness.record import ForeignGpu, MixedSchemas, Record, Row, row_key
+from harness.record import ForeignGpu, MixedSchemas, Record, RecordError, Row, row_key
 from harness.statistic import row_ratio
 from harness.steps import plain
 
@@ -50,18 +50,21 @@ class Change:
 
 
 def compare(a: str | Path, b: str | Path, *, foreign: bool = False) -> list[Change]:
-    """Every row of two runs, files or folders of them.
+    """Every row of two runs, files or folders of them; a file beside a folder is compared with the one of its name there.
 
     Raises:
-        ForeignGpu: runs of two cards, unless `foreign` is set. MixedSchemas: files of two schemas, likewise.
+        ForeignGpu: runs of two cards, unless `foreign` is set. MixedSchemas: files of two schemas, likewise. RecordError:
+            no row is in both, or a file that holds no run's rows.
     """
-    first, second = _runs(a), _runs(b)
+    first, second = _both(a, b)
     changes: list[Change] = []
     for name in dict.fromkeys([*first, *second]):
         one, two = first.get(name, Record({})), second.get(name, Record({}))
         if not foreign:
             _refuse_unlike(name, [run for run in (one, two) if run.meta])
         changes += compare_rows(one.rows, two.rows)
+    if all(change.alone for change in changes):
+        raise RecordError(f"{a} and {b} have no row in common")
     return changes
 
 
@@ -82,12 +85,31 @@ def compare_rows(a: Iterable[Row], b: Iterable[Row]) -> list[Change]:
     return [_change(key, phase, rows_a.get(key), rows_b.get(key)) for key in keys for phase in PHASES]
 
 
+def _both(a: str | Path, b: str | Path) -> tuple[dict[str, Record], dict[str, Record]]:
+    """Runs by the name to match them by: of two files, which may be called differently, the first's."""
+    first, second = Path(a), Path(b)
+    if first.is_file() and second.is_file():
+        return {first.stem: _family(first)}, {first.stem: _family(second)}
+    if first.is_file():
+        second /= first.name
+    elif second.is_file():
+        first /= second.name
+    return _runs(first), _runs(second)
+
+
 def _runs(path: str | Path) -> dict[str, Record]:
-    """A file's run or a folder's, without ceilings; one of two files has no name to match by, so it gets none."""
+    """A file's run or a folder's, without ceilings."""
     path = Path(path)
     if path.is_file():
-        return {"run": record.load(path)}
+        return {path.stem: _family(path)}
     return {name: run for name, run in record.load_dir(path).items() if name != "ceilings"}
+
+
+def _family(path: Path) -> Record:
+    run = record.load(path)
+    if any("op" not in row or "backend" not in row for row in run.rows):
+        raise RecordError(f"{path}: holds a card's own measurements, not a family's rows")
+    return run
 
 
 def _change(key: tuple[str, ...], phase: str, a: Row | None, b: Row | None) -> Change:
@@ -118,7 +140,7 @@ def classify(ratio: float, low: float, high: float, band: float = BAND) -> str:
 
 def differences(a: str | Path, b: str | Path, changes: Iterable[Change]) -> list[str]:
     """What else is not the same in the two runs: software, sources, the state of their trees, PyTorch's own arms."""
-    runs = [list(_runs(path).values()) for path in (a, b)]
+    runs = [list(found.values()) for found in _both(a, b)]
     lines = []
     for name in ("gpu", *(name for name in stamp.IDENTITY if name not in ("gpu", "kernels_sha256"))):
         both = [", ".join(sorted({str(run.meta.get(name)) for run in some})) for some in runs]

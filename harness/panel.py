@@ -13,10 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from harness import stamp
 from harness.figure import METRICS, Metric, draw, ordered, plain
 from harness.markup import Frame, body, mimebundle, page, png, svg
 from harness.readings import Readings, describe, readings, table, words
 from harness.record import Record, Row
+from kernels.registry import ops as all_ops
 
 # Controls in the order in which a choice narrows the ones after it.
 LEVELS = {
@@ -175,6 +177,8 @@ class Panel:
 
     def _figure(self, chosen: Choice, arms: Sequence[str]) -> Any:
         rows, meta = self._chosen_rows(chosen), self.runs[chosen["run"]].meta
+        if chosen["op"] in all_ops():
+            meta = stamp.of_family(meta, all_ops()[chosen["op"]].family)
         what: dict[str, Any] = {"op": chosen["op"], "dtype": chosen["dtype"], "backends": arms, "meta": meta}
         return draw(variant(chosen), rows, meta.get("ceilings"), **what)
 

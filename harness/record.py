@@ -125,7 +125,10 @@ def load(path: str | os.PathLike[str], *, gpu: str | None = None) -> Record:
         FileNotFoundError, TruncatedRecord, FutureSchema, ForeignGpu, or RecordError for any other bad file.
     """
     path = Path(path)
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RecordError(f"{path}: not a text file: {error}") from error
     try:
         data = json.loads(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:

@@ -198,7 +198,8 @@ def write_readme() -> None:
         raise ValueError(f"{README}: wanted one <!-- verdict: begin --> … <!-- verdict: end -->")
     README.write_text(TABLE.sub(lambda found: found[1] + readme_table() + found[2], text), encoding="utf-8")
     for folder in stamp.recorded_dirs()[:1]:
-        meta = stamp.combined([run.meta for run in _runs(folder).values()])
+        found = _runs(folder)
+        meta = stamp.combined([run.meta for run in found.values()], list(found))
         figure.save(draw_summary(verdicts.verdicts(folder), meta), FIGURE)
 
 

@@ -231,8 +231,9 @@ def losses(run: Record, dtype: str = "fp16", *, clock: str = "dev_us", below: fl
 def short_writes(run: Record, op: str, dtype: str = "fp16") -> pd.DataFrame:
     """A merge's forward beside plain writes of ΔW's bytes on the same card (see harness/ceilings.py), µs of device time.
 
-    constant: a constant is written. loaded: values that come from the memory first, as any merge's operands do. `at the
-    ceiling`: the time at the long stream's rate. Cases whose bytes were not written so have none of the three.
+    constant: a constant is written, in the kernel that streams. loaded: values that come from the memory first, as a
+    merge's operands do; where ΔW is small a kernel with fewer programs is sooner done. Both were taken for ΔW in 16 bits:
+    other sizes have neither. `at the ceiling`: the time at the long stream's rate.
     """
     written: dict[int, dict[str, float]] = {}
     for row in beside(run).rows:
@@ -271,8 +272,9 @@ def cards() -> dict[str, Record]:
         rows = [row for name in families() if name in runs for row in runs[name].rows]
         if rows:
             ceilings_meta = runs["ceilings"].meta
-            both = stamp.combined([runs[name].meta for name in families() if name in runs])
-            labels = {name: both[name] for name in ("kernels_sha256", "git_dirty")}
+            names = [name for name in families() if name in runs]
+            both = stamp.combined([runs[name].meta for name in names], names)
+            labels = {name: both[name] for name in ("kernels_sha256", "git_dirty", "families")}
             gpu = str(ceilings_meta["gpu"])
             found[gpu if gpu not in found else f"{gpu} ({folder.name})"] = Record(
                 {**ceilings_meta, **labels}, rows, folder
@@ -283,6 +285,8 @@ def cards() -> dict[str, Record]:
 def dtypes(run: Record, columns: Sequence[str] = DTYPE_COLUMNS) -> pd.DataFrame:
     """The verdict's ratios for every dtype that was recorded, side by side."""
     recorded = [name for name in DTYPES if any(row["dtype"] == name for row in run.rows)]
+    if not recorded:
+        raise ValueError("the run has no rows, so no dtype either")
     tables = {name: verdict(run, name)[list(columns)] for name in recorded}
     table = pd.concat(tables, axis=1, names=["dtype", "ratio"]).swaplevel(axis=1)
     return table[[(column, name) for column in columns for name in recorded]]

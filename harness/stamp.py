@@ -124,17 +124,35 @@ def labels(meta: Mapping[str, Any]) -> list[str]:
     return found + (["stale kernels"] if set(known) - _current_hashes() else [])
 
 
-def combined(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One meta that stands for several runs of a card: the last one's date, dirty or stale where any of them is."""
+def combined(metas: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> dict[str, Any]:
+    """One meta that stands for several runs of a card: the last one's date, dirty or stale where any of them is.
+
+    names: the runs' families, by which `of_family` and `warning` tell whose a label is.
+    """
     hashes = sorted({meta["kernels_sha256"] for meta in metas if meta.get("kernels_sha256")})
     last = max(metas, key=lambda meta: str(meta.get("started")))
-    return {**last, "kernels_sha256": hashes, "git_dirty": any(meta.get("git_dirty") for meta in metas)}
+    own = {
+        name: {key: meta.get(key) for key in ("kernels_sha256", "git_dirty")}
+        for name, meta in zip(names, metas, strict=bool(names))
+    }
+    dirty = any(meta.get("git_dirty") for meta in metas)
+    return {**last, "kernels_sha256": hashes, "git_dirty": dirty, "families": own}
+
+
+def of_family(meta: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """The meta of several runs with one family's own labels, for what shows that family alone; another meta as it is."""
+    own = (meta.get("families") or {}).get(family)
+    return {**meta, **own, "families": None} if own else dict(meta)
 
 
 def warning(meta: Mapping[str, Any]) -> str:
     """The labels as a sentence for a caption, with a space before it; empty where there is nothing to warn of."""
-    found = labels(meta)
-    return f" {', '.join(found).upper()}." if found else ""
+    own = {name: labels(found) for name, found in (meta.get("families") or {}).items()}
+    found = []
+    for label in labels(meta):
+        names = [name for name, has in own.items() if label in has]
+        found.append(f"{label.upper()} ({', '.join(names)})" if names else label.upper())
+    return f" {', '.join(found)}." if found else ""
 
 
 def cite(meta: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ WIDTH = 7.0
 CLOCKS = {"dev": "forward, device", "fbdev": "forward + backward, device", "fb": "forward + backward, wall"}
 
 
-def draw_summary(made: Sequence[Verdict], meta: Mapping[str, Any]) -> Figure:
+def draw_summary(made: Sequence[Verdict], meta: Mapping[str, Any], dtype: str = "fp16") -> Figure:
     """Ratios above 1 to the right; filled against eager, hollow against torch.compile. Graphed arms are left out."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -50,7 +50,7 @@ def draw_summary(made: Sequence[Verdict], meta: Mapping[str, Any]) -> Figure:
         axes[0].set_yticks(range(len(names)), names)
         axes[0].set_ylim(len(names) - 0.5, -0.5)
         figure.legend(handles=_handles(backends), loc="outside upper center", ncols=2 * len(backends), frameon=False)
-        caption = f"{meta['gpu']}, {str(meta['started'])[:10]}.{stamp.warning(meta)} Geometric means over an op's cases with 95 % intervals."
+        caption = f"{meta['gpu']}, {str(meta['started'])[:10]}.{stamp.warning(meta)} {dtype}, geometric means over an op's cases with 95 % intervals."
         figure.supxlabel(caption, fontsize=6, color="#555555", x=0.02, ha="left")
     return figure
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -70,13 +71,21 @@ def resume(path: Path, meta: dict[str, Any], echo: Echo) -> Record:
     changed = [name for name in stamp.IDENTITY if old.meta.get(name) != meta.get(name)]
     if not changed:
         return old
-    aside = path.parent / PREVIOUS / path.name
-    aside.parent.mkdir(exist_ok=True)
-    path.replace(aside)
+    aside = _set_aside(path, old)
     echo(
         f"{path.name}: {', '.join(changed)} changed since it was recorded; measuring again, the old run is {PREVIOUS}/{aside.name}"
     )
     return Record(meta)
+
+
+def _set_aside(path: Path, run: Record) -> Path:
+    """Moves a run that is about to be replaced to `previous`; one with fewer rows than what is there goes beside that."""
+    aside = path.parent / PREVIOUS / path.name
+    aside.parent.mkdir(exist_ok=True)
+    with suppress(FileNotFoundError, record.RecordError):
+        if len(record.load(aside).rows) > len(run.rows):
+            aside = aside.with_name(f"{aside.name}.unfinished")
+    return path.replace(aside)
 
 
 def missing(run: Record, selection: Selection, retry: bool) -> list[tuple[Op, Case, str, tuple[str, ...]]]:
@@ -188,6 +197,8 @@ def _ceilings(folder: Path, device: torch.device, delimiters: Any, *, resumed: b
         return run.meta["ceilings"]
     started = time.monotonic()
     measured, rows = limits.measure(device, delimiters)
+    if path.exists():
+        _set_aside(path, run)
     kept = [row for row in run.rows if row["kind"] in (crosscheck.KIND, hostprofile.KIND)]
     Record({**meta, "ceilings": measured}, [*rows, *kept]).save(path)
     echo(f"ceilings: {limits.describe(measured)}  {time.monotonic() - started:.1f} s")

@@ -1,5 +1,7 @@
 """Tables that notebooks show of a record and of the run before it."""
 
+import pytest
+
 from harness import record, show, stamp
 from harness.record import Record, Row, blank_row
 from kernels.registry import ops
@@ -25,9 +27,19 @@ def test_what_changed(tmp_path):
     Record(STAMP | {"git_revision": "bbb"}, now).save(path)
     run = record.load(path)
     table = show.changes(run)
-    assert table.loc[("lokr", "eager")].tolist() == [0, 2, 0, 0, 1.0]
-    assert table.loc[("lokr", "triton")].tolist() == [2, 0, 0, 0, 0.8]
+    assert table.loc[("lokr", "fp16", "eager")].tolist() == [0, 2, 0, 0, 1.0]
+    assert table.loc[("lokr", "fp16", "triton")].tolist() == [2, 0, 0, 0, 0.8]
     assert show.before(run)[0] == "2026-01-02T03:04 of revision aaa → 2026-01-02T03:04 of revision bbb"
+
+
+@pytest.mark.parametrize("text", ["", "\x00", '{"schema": 99, "meta": {}, "rows": []}', "ended { in"])
+def test_a_run_before_that_cannot_be_read(tmp_path, text):
+    Record(dict(STAMP), [timed("eager", "fp16", 20.0)]).save(tmp_path / "lokr.json")
+    (tmp_path / "previous").mkdir()
+    (tmp_path / "previous" / "lokr.json").write_text(text)
+    run = record.load(tmp_path / "lokr.json")
+    (said,) = show.before(run)
+    assert said.startswith("not compared: ") and "previous" in said and show.changes(run).empty
 
 
 def test_without_a_run_before(tmp_path):

@@ -67,6 +67,13 @@ def test_labels_and_how_to_cite(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stamp.warning(bad) == " DIRTY TREE, STALE KERNELS."
     both = stamp.combined([bad, {**clean, "started": "2026-02-01"}])
     assert stamp.labels(both) == ["dirty tree", "stale kernels"] and both["started"] == "2026-02-01"
+    named = stamp.combined([bad, clean], ["old", "new"])
+    assert stamp.warning(named) == " DIRTY TREE (old), STALE KERNELS (old)."
+    assert stamp.warning(stamp.of_family(named, "new")) == "" and stamp.labels(stamp.of_family(named, "old")) == [
+        "dirty tree",
+        "stale kernels",
+    ]
+    assert stamp.of_family(bad, "old") == bad
     assert "state of the tree not recorded" in stamp.cite({**clean, "git_dirty": None})
 
 

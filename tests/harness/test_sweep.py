@@ -112,6 +112,16 @@ def test_stale_rows_are_measured_again(tmp_path, name):
     assert (tmp_path / "previous" / "toy.json").read_text() == old
 
 
+def test_a_short_run_does_not_replace_the_last_whole_one(tmp_path):
+    path = tmp_path / "toy.json"
+    run(path, Measurer())
+    whole = path.read_text()
+    run(path, Measurer(), meta={**STAMP, "driver": "2"}, pattern="*0")
+    run(path, Measurer(), meta={**STAMP, "driver": "3"}, pattern="*0")
+    assert (tmp_path / "previous" / "toy.json").read_text() == whole
+    assert record.load(tmp_path / "previous" / "toy.json.unfinished").meta["driver"] == "2"
+
+
 def test_another_cards_record_is_never_touched(tmp_path):
     path = tmp_path / "toy.json"
     run(path, Measurer())

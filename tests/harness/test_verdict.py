@@ -178,6 +178,22 @@ def test_compare_sees_broken_and_missing_rows(tmp_path):
     assert not comparison.worse(comparison.compare(tmp_path / "b.json", tmp_path / "a.json"))
 
 
+def test_compare_needs_something_in_common(tmp_path):
+    """Other families' files and a card's ceilings; a file beside a folder is compared with its own name's there."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    Record(dict(STAMP), [made_row("toy", "c", "triton", [1.0])]).save(one / "toy.json")
+    Record(dict(STAMP), [made_row("tin", "c", "triton", [1.0])]).save(one / "tin.json")
+    Record(dict(STAMP), [made_row("toy", "c", "triton", [1.0])]).save(other / "toy.json")
+    Record(dict(STAMP), [{"kind": "copy"}]).save(other / "ceilings.json")
+    assert len(comparison.compare(one / "toy.json", other)) == len(comparison.compare(other, one / "toy.json")) == 2
+    with pytest.raises(record.RecordError, match=r"toy.json and .*tin.json have no row in common"):
+        comparison.compare(one / "toy.json", one / "tin.json")
+    with pytest.raises(record.RecordError, match="a card's own measurements"):
+        comparison.compare(other / "ceilings.json", other / "ceilings.json")
+    with pytest.raises(record.RecordError, match="no family's rows"):
+        verdicts.verdict(other / "ceilings.json")
+
+
 def test_compare_refuses_two_schemas(tmp_path, monkeypatch):
     Record(dict(STAMP), [made_row("toy", "c", "triton", [1.0])]).save(tmp_path / "a.json")
     monkeypatch.setattr(record, "SCHEMA", 2)
