@@ -89,48 +89,39 @@ def load_factor(
     # A product gives every warp at least 16 rows or 8 columns of its own.
     tall, wide, deep = padded(rows), padded(cols, max(16, threads // 4)), block_r
 
-    @T.macro
-    def multiply_apart(wa, wb, out):  # type: ignore[no-untyped-def]
-        left = dsl.shared((deep, tall), dtype)
-        right = dsl.shared((deep, wide), dtype)
-        product = dsl.fragment((tall, wide))
-        part = dsl.fragment((tall, wide))
-        for r, i in dsl.parallel(deep, tall):
-            inside = T.And(row_of(i) < n_rows, r < wb.shape[0])
-            left[r, i] = T.if_then_else(inside, wa[row_of(i), r], zero)
-        for r, j in columns(deep, wide):
-            inside = T.And(r < wb.shape[0], col_of(j) < n_cols)
-            right[r, j] = T.if_then_else(inside, wb[r, col_of(j)], zero)
-        T.clear(product)
-        for start in tuple(range(0, deep, CHAIN)):
-            stop = min(start + CHAIN, deep)
-            T.clear(part)
-            dsl.gemm(left[start:stop, 0:tall], right[start:stop, 0:wide], part, transpose_a=True)
-            for i, j in dsl.parallel(tall, wide):
-                product[i, j] += part[i, j]
-        for i, j in dsl.parallel(tall, wide):
-            if i < rows and j < cols:
-                out[i, j] = product[i, j]
+    chained = dtype == "float32" and deep > CHAIN and not dsl.cpu
 
     @T.macro
     def multiply(wa, wb, out):  # type: ignore[no-untyped-def]
-        left = dsl.shared((tall, deep), dtype)
+        left = dsl.shared((deep, tall) if chained else (tall, deep), dtype)
         right = dsl.shared((deep, wide), dtype)
         product = dsl.fragment((tall, wide))
-        for i, r in dsl.parallel(tall, deep):
-            inside = T.And(row_of(i) < n_rows, r < wb.shape[0])
-            left[i, r] = T.if_then_else(inside, wa[row_of(i), r], zero)
+        if chained:
+            part = dsl.fragment((tall, wide))
+            for r, i in dsl.parallel(deep, tall):
+                inside = T.And(row_of(i) < n_rows, r < wb.shape[0])
+                left[r, i] = T.if_then_else(inside, wa[row_of(i), r], zero)
+        else:
+            for i, r in dsl.parallel(tall, deep):
+                inside = T.And(row_of(i) < n_rows, r < wb.shape[0])
+                left[i, r] = T.if_then_else(inside, wa[row_of(i), r], zero)
         for r, j in columns(deep, wide):
             inside = T.And(r < wb.shape[0], col_of(j) < n_cols)
             right[r, j] = T.if_then_else(inside, wb[r, col_of(j)], zero)
         T.clear(product)
-        dsl.gemm(left, right, product)
+        if chained:
+            for start in tuple(range(0, deep, CHAIN)):
+                stop = min(start + CHAIN, deep)
+                T.clear(part)
+                dsl.gemm(left[start:stop, 0:tall], right[start:stop, 0:wide], part, transpose_a=True)
+                for i, j in dsl.parallel(tall, wide):
+                    product[i, j] += part[i, j]
+        else:
+            dsl.gemm(left, right, product)
         for i, j in dsl.parallel(tall, wide):
             if i < rows and j < cols:
                 out[i, j] = product[i, j]
 
-    if block_r > CHAIN and dtype == "float32" and not dsl.cpu:
-        return multiply_apart(wa, wb, out)
     return multiply(wa, wb, out) if block_r else load(wa, out)
 
 
