@@ -64,17 +64,17 @@ def before(run: Record) -> list[str]:
 
     [] where there was none; the reason alone where it can't be compared (another card's, another schema, not readable).
     """
-    if run.path is None or (aside := _previous(run)) is None:
+    both = _then_and_now(run)
+    if both is None:
         return []
     try:
-        found, old = comparison.compare(aside, run.path), record.load(aside)
+        found, metas = comparison.compare(*both), [record.load(path).meta for path in both]
     except RecordError as error:
         return [f"not compared: {error}"]
-    both = [f"{str(each.meta.get('started'))[:16]} of revision {each.meta.get('git_revision')}" for each in (old, run)]
-    # Its kernels are not today's, as a rule: that is why it was set aside.
-    differences = comparison.differences(aside, run.path, found)
-    alone = [line for line in comparison.report(found) if " times only in the " in line]
-    return [" → ".join(both), *alone, *(line for line in differences if line != "first run: stale kernels")]
+    when = [f"{str(meta.get('started'))[:16]} of revision {meta.get('git_revision')}" for meta in metas]
+    # The first run's kernels are not today's, as a rule: that is why it was set aside.
+    differences = [line for line in comparison.differences(*both, found) if line != "first run: stale kernels"]
+    return [" → ".join(when), *comparison.alone(found), *differences]
 
 
 def changes(run: Record) -> pd.DataFrame:
@@ -82,10 +82,10 @@ def changes(run: Record) -> pd.DataFrame:
 
     ratio: the median of now over then, below 1 is faster. Rows that only one of the runs has are left out.
     """
+    both = _then_and_now(run)
     found: list[comparison.Change] = []
-    if run.path is not None and (aside := _previous(run)) is not None:
-        with suppress(RecordError):
-            found = comparison.compare(aside, run.path)
+    with suppress(RecordError):
+        found = comparison.compare(*both) if both else []
     lines = [(c.key[0], c.key[2], c.key[3], c.verdict, c.ratio) for c in found if not c.alone]
     table = pd.DataFrame(lines, columns=["op", "dtype", "backend", "verdict", "ratio"])
     groups = table.groupby(["op", "dtype", "backend"], sort=False)
@@ -93,6 +93,9 @@ def changes(run: Record) -> pd.DataFrame:
     return pd.DataFrame({**counts, "ratio": groups.ratio.median()}).round(2)
 
 
-def _previous(run: Record) -> Path | None:
-    path = run.path.parent / comparison.PREVIOUS / run.path.name if run.path is not None else None
-    return path if path is not None and path.is_file() else None
+def _then_and_now(run: Record) -> tuple[Path, Path] | None:
+    """The files of the run that was set aside and of this one; None where there is no such pair."""
+    if run.path is None:
+        return None
+    aside = run.path.parent / comparison.PREVIOUS / run.path.name
+    return (aside, run.path) if aside.is_file() else None

@@ -89,33 +89,19 @@ def _both(a: str | Path, b: str | Path) -> tuple[dict[str, Record], dict[str, Re
     """Runs by the name to match them by: of two files, which may be called differently, the first's."""
     first, second = Path(a), Path(b)
     if first.is_file() and second.is_file():
-        return {first.stem: _family(first)}, {first.stem: _family(second)}
+        (other,) = record.load_families(second).values()
+        return record.load_families(first), {first.stem: other}
     if first.is_file():
         second /= first.name
     elif second.is_file():
         first /= second.name
-    return _runs(first), _runs(second)
-
-
-def _runs(path: str | Path) -> dict[str, Record]:
-    """A file's run or a folder's, without ceilings."""
-    path = Path(path)
-    if path.is_file():
-        return {path.stem: _family(path)}
-    return {name: run for name, run in record.load_dir(path).items() if name != "ceilings"}
-
-
-def _family(path: Path) -> Record:
-    run = record.load(path)
-    if any("op" not in row or "backend" not in row for row in run.rows):
-        raise RecordError(f"{path}: holds a card's own measurements, not a family's rows")
-    return run
+    return record.load_families(first), record.load_families(second)
 
 
 def _change(key: tuple[str, ...], phase: str, a: Row | None, b: Row | None) -> Change:
     if a is None or b is None:
-        alone = "second" if a is None else "first"
-        return Change(key, phase, "unclear", note=f"only in the {alone} run", alone=alone)
+        which = "second" if a is None else "first"
+        return Change(key, phase, "unclear", note=f"only in the {which} run", alone=which)
     if a["status"] != "ok" or b["status"] != "ok":
         note = f"{a['status']} → {b['status']}" + (f" ({b['reason']})" if b["reason"] else "")
         return Change(key, phase, "unclear", note=note, broken=a["status"] == "ok")
@@ -156,14 +142,18 @@ def differences(a: str | Path, b: str | Path, changes: Iterable[Change]) -> list
 
 
 def report(changes: Iterable[Change]) -> list[str]:
-    """A line for each change, and one for the times that only one of the runs has."""
+    """A line for each change, and the `alone` ones."""
     changes = list(changes)
-    lines = [str(change) for change in changes if not change.alone]
+    return [str(change) for change in changes if not change.alone] + alone(changes)
+
+
+def alone(changes: Sequence[Change]) -> list[str]:
+    """A line for the times that only the first of the runs has, and one for the second's."""
+    lines = []
     for which in ("first", "second"):
-        alone = [change for change in changes if change.alone == which]
-        if alone:
-            kinds = ", ".join(dict.fromkeys(change.key[2] for change in alone))
-            lines.append(f"{len(alone)} times only in the {which} run ({kinds})")
+        kinds = [change.key[2] for change in changes if change.alone == which]
+        if kinds:
+            lines.append(f"{len(kinds)} times only in the {which} run ({', '.join(dict.fromkeys(kinds))})")
     return lines
 
 

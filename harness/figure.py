@@ -336,9 +336,7 @@ def save(figure: Figure, path: Path) -> None:
 def figures(source: str | Path | None = None, out: str | Path = "out/figures") -> Path:
     """Draws every panel of a folder of recorded runs, as <family>_<dtype>_<metric>.png and .svg."""
     folder, target = Path(source) if source is not None else verdicts.default_dir(), Path(out)
-    for name, run in record.load_dir(folder).items():
-        if name == "ceilings":
-            continue
+    for name, run in record.load_families(folder).items():
         for dtype in dict.fromkeys(row["dtype"] for row in run.rows):
             for metric in METRICS:
                 drawn = draw(metric, run.rows, run.meta.get("ceilings"), dtype=dtype, meta=run.meta)

@@ -153,6 +153,20 @@ def load_dir(folder: str | os.PathLike[str]) -> dict[str, Record]:
     return {path.stem: load(path) for path in paths}
 
 
+def load_families(path: str | os.PathLike[str]) -> dict[str, Record]:
+    """Families' runs by name: a folder's, without its ceilings.json, or a file's own.
+
+    Raises what `load` and `load_dir` do, and RecordError for a file of a card's own measurements.
+    """
+    path = Path(path)
+    if not path.is_file():
+        return {name: run for name, run in load_dir(path).items() if name != "ceilings"}
+    run = load(path)
+    if any("op" not in row or "backend" not in row for row in run.rows):
+        raise RecordError(f"{path}: holds a card's own measurements, and no family's rows")
+    return {path.stem: run}
+
+
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not strict JSON")
 

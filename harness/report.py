@@ -198,23 +198,18 @@ def write_readme() -> None:
         raise ValueError(f"{README}: wanted one <!-- verdict: begin --> … <!-- verdict: end -->")
     README.write_text(TABLE.sub(lambda found: found[1] + readme_table() + found[2], text), encoding="utf-8")
     for folder in stamp.recorded_dirs()[:1]:
-        found = _runs(folder)
-        meta = stamp.combined([run.meta for run in found.values()], list(found))
+        meta = stamp.combined({name: run.meta for name, run in record.load_families(folder).items()})
         figure.save(draw_summary(verdicts.verdicts(folder), meta), FIGURE)
 
 
-def _runs(folder: Path) -> dict[str, record.Record]:
-    return {name: run for name, run in record.load_dir(folder).items() if name != "ceilings"}
-
-
 def _dtypes(folder: Path) -> list[str]:
-    found = {row["dtype"] for run in _runs(folder).values() for row in run.rows}
+    found = {row["dtype"] for run in record.load_families(folder).values() for row in run.rows}
     return [dtype for dtype in stamp.DTYPES if dtype in found]
 
 
 def _card(folder: Path) -> str:
     """The card, and when each family was recorded, with what a reader of that run has to be told."""
-    runs = _runs(folder)
+    runs = record.load_families(folder)
     families: dict[str, list[str]] = {}
     for name, run in runs.items():
         families.setdefault(", ".join([str(run.meta["started"])[:10], *stamp.labels(run.meta)]), []).append(name)

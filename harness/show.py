@@ -272,8 +272,7 @@ def cards() -> dict[str, Record]:
         rows = [row for name in families() if name in runs for row in runs[name].rows]
         if rows:
             ceilings_meta = runs["ceilings"].meta
-            names = [name for name in families() if name in runs]
-            both = stamp.combined([runs[name].meta for name in names], names)
+            both = stamp.combined({name: runs[name].meta for name in families() if name in runs})
             labels = {name: both[name] for name in ("kernels_sha256", "git_dirty", "families")}
             gpu = str(ceilings_meta["gpu"])
             found[gpu if gpu not in found else f"{gpu} ({folder.name})"] = Record(

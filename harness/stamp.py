@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import tokenize
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -124,18 +124,15 @@ def labels(meta: Mapping[str, Any]) -> list[str]:
     return found + (["stale kernels"] if set(known) - _current_hashes() else [])
 
 
-def combined(metas: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> dict[str, Any]:
+def combined(metas: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """One meta that stands for several runs of a card: the last one's date, dirty or stale where any of them is.
 
-    names: the runs' families, by which `of_family` and `warning` tell whose a label is.
+    metas: by the runs' families, by which `of_family` and `warning` tell whose a label is.
     """
-    hashes = sorted({meta["kernels_sha256"] for meta in metas if meta.get("kernels_sha256")})
-    last = max(metas, key=lambda meta: str(meta.get("started")))
-    own = {
-        name: {key: meta.get(key) for key in ("kernels_sha256", "git_dirty")}
-        for name, meta in zip(names, metas, strict=bool(names))
-    }
-    dirty = any(meta.get("git_dirty") for meta in metas)
+    hashes = sorted({meta["kernels_sha256"] for meta in metas.values() if meta.get("kernels_sha256")})
+    last = max(metas.values(), key=lambda meta: str(meta.get("started")))
+    own = {name: {key: meta.get(key) for key in ("kernels_sha256", "git_dirty")} for name, meta in metas.items()}
+    dirty = any(meta.get("git_dirty") for meta in metas.values())
     return {**last, "kernels_sha256": hashes, "git_dirty": dirty, "families": own}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import record, stamp
-from harness.record import Record, RecordError, Row
+from harness.record import Record, Row
 from harness.statistic import Ratio, geometric_mean, mean_ratio, row_ratio
 from harness.steps import SUFFIX, is_graphed
 from kernels.registry import ops
@@ -143,12 +143,7 @@ def verdicts(source: str | Path | Record | None = None, dtype: str = "fp16") -> 
 def _runs(source: str | Path | Record | None) -> list[Record]:
     if isinstance(source, Record):
         return [source]
-    folder = Path(source) if source is not None else default_dir()
-    loaded = {folder.stem: record.load(folder)} if folder.is_file() else record.load_dir(folder)
-    found = [run for name, run in loaded.items() if name != "ceilings"]
-    if not found:
-        raise RecordError(f"{folder}: holds a card's ceilings, and no family's rows")
-    return found
+    return list(record.load_families(source if source is not None else default_dir()).values())
 
 
 def default_dir() -> Path:

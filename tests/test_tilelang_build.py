@@ -117,10 +117,10 @@ def test_builds_without_a_sum_that_nothing_needs(
 
 def test_nan_is_not_taken_for_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """The diagonal of a block's gradient is an entry less itself, which the compiler once made 0 whatever the entry was."""
-    wanted = recorded("oft", {"O": 8, "I": 16, "dim": 2}, torch.float32, Target("sm_90a"), monkeypatch)
-    (build,) = (key for key in wanted if key[0].__name__ == "scalars_backward")
-    factory, *constants = build
-    source = compiled(factory, Target("sm_90a"), **dict(constants)).get_kernel_source(kernel_only=True)
+    dims, target = {"O": 8, "I": 16, "dim": 2}, Target("sm_90a")
+    wanted = {k[0].__name__: k for k in recorded("oft", dims, torch.float32, target, monkeypatch)}
+    factory, *constants = wanted["scalars_backward"]
+    source = compiled(factory, target, **dict(constants)).get_kernel_source(kernel_only=True)
     last = re.findall(r"result\[[03]\] = (.*);", source)
     assert len(last) == 2 and all("both" in value for value in last), last
 

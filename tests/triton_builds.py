@@ -13,14 +13,12 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from harness import generated
 from kernels.common.plans import unread
-from kernels.lokr.triton_merge import merge_grad_config
 from kernels.registry import ops
 
 Shapes = dict[str, tuple[int, ...]]
@@ -64,12 +62,6 @@ def split_lanes(ttgir: str) -> list[str]:
     return found
 
 
-def _pipelined(stages: int | None) -> None:
-    """The stages of the backward of LoKr's merge from here on, whatever its launch says; None: what it says."""
-    if stages is not None:
-        generated._patch({"merge_grad_config": lambda *args: replace(merge_grad_config(*args), num_stages=stages)})
-
-
 def main(name: str) -> None:
     op = ops()[name]
     fused, forward, backward = generated._hosts(name, "triton")
@@ -104,13 +96,11 @@ def main(name: str) -> None:
             tensors = tuple(torch.empty(shapes[arg], device="meta") if arg in shapes else None for arg in fused.args)
             for trained in (*((arg,) for arg in shapes), tuple(shapes)):
                 compile_one(tensors, trained)
-        for stages in (None, 3):
-            _pipelined(stages)
-            for shapes, strides in STRIDED.get(name, []):
-                for dtype in (torch.float32, torch.float16):
-                    made = {arg: torch.empty(shape, dtype=dtype, device="meta") for arg, shape in shapes.items()}
-                    made["w2"] = torch.empty_strided(shapes["w2"], strides, dtype=dtype, device="meta")
-                    compile_one(tuple(made.get(arg) for arg in fused.args), tuple(made))
+        for shapes, strides in STRIDED.get(name, []):
+            for dtype in (torch.float32, torch.float16):
+                made = {arg: torch.empty(shape, dtype=dtype, device="meta") for arg, shape in shapes.items()}
+                made["w2"] = torch.empty_strided(shapes["w2"], strides, dtype=dtype, device="meta")
+                compile_one(tuple(made.get(arg) for arg in fused.args), tuple(made))
 
     for kernel in generated._with_triton(compile_all, generated.CAPABILITY):
         wrong = split_lanes(kernel.code["TTGIR"])

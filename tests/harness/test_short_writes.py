@@ -1,9 +1,10 @@
 """A merge beside plain writes of as many bytes: what the card needs for those, and what the record says of it."""
 
+from fakes import CEILINGS, STAMP, made_row
+
 from harness import ceilings, record, show
-from harness.record import Record, blank_row
+from harness.record import Record
 from kernels.registry import ops
-from tests.harness.fakes import CEILINGS, STAMP
 
 LARGE, SMALL = "dit_mlp_in_f-1", "sdxl_attn_f8"
 
@@ -15,11 +16,12 @@ def test_every_delta_of_the_sweep_has_its_size():
 
 
 def test_table(tmp_path):
-    op, rows = ops()["lokr"], []
-    for case in (case for case in op.cases if case.name in (LARGE, SMALL)):
-        for backend, time in {"eager": 100.0, "triton": 20.0}.items():
-            row = blank_row("lokr", case.name, "fp16", backend, dict(case.dims))
-            rows.append(row | {"status": "ok", "fwd": {"dev_us": [time + 1, time]}})
+    rows = [
+        made_row("lokr", case.name, backend, [time + 1, time], dims=dict(case.dims))
+        for case in ops()["lokr"].cases
+        if case.name in (LARGE, SMALL)
+        for backend, time in {"eager": 100.0, "triton": 20.0}.items()
+    ]
     Record(STAMP | {"ceilings": CEILINGS}, rows).save(tmp_path / "lokr.json")
     writes = [
         {

@@ -1,17 +1,14 @@
 """Tables that notebooks show of a record and of the run before it."""
 
 import pytest
+from fakes import STAMP, made_row
 
 from harness import record, show, stamp
-from harness.record import Record, Row, blank_row
-from kernels.registry import ops
-from tests.harness.fakes import STAMP
+from harness.record import Record, Row
 
 
 def timed(backend: str, dtype: str, *times: float) -> Row:
-    (case,) = [case for case in ops()["lokr"].cases if case.name == "dit_qkv_f8"]
-    row = blank_row("lokr", case.name, dtype, backend, dict(case.dims))
-    return row | {"status": "ok", "fwd": {"dev_us": list(times)}, "fwdbwd": {"dev_us": list(times)}}
+    return made_row("lokr", "dit_qkv_f8", backend, times, fwdbwd=times, dtype=dtype)
 
 
 def test_what_changed(tmp_path):

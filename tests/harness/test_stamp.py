@@ -65,9 +65,9 @@ def test_labels_and_how_to_cite(monkeypatch: pytest.MonkeyPatch) -> None:
         "(dirty tree, stale kernels)"
     )
     assert stamp.warning(bad) == " DIRTY TREE, STALE KERNELS."
-    both = stamp.combined([bad, {**clean, "started": "2026-02-01"}])
+    both = stamp.combined({"one": bad, "other": {**clean, "started": "2026-02-01"}})
     assert stamp.labels(both) == ["dirty tree", "stale kernels"] and both["started"] == "2026-02-01"
-    named = stamp.combined([bad, clean], ["old", "new"])
+    named = stamp.combined({"old": bad, "new": clean})
     assert stamp.warning(named) == " DIRTY TREE (old), STALE KERNELS (old)."
     assert stamp.warning(stamp.of_family(named, "new")) == "" and stamp.labels(stamp.of_family(named, "old")) == [
         "dirty tree",

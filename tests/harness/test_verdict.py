@@ -192,6 +192,8 @@ def test_compare_needs_something_in_common(tmp_path):
         comparison.compare(other / "ceilings.json", other / "ceilings.json")
     with pytest.raises(record.RecordError, match="no family's rows"):
         verdicts.verdict(other / "ceilings.json")
+    (other / "toy.json").unlink()
+    assert verdicts.verdict(other) == []
 
 
 def test_compare_refuses_two_schemas(tmp_path, monkeypatch):
